@@ -86,7 +86,7 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     if tries and not any(problem.key[0] == "optimizer" for problem in problems):
         try_optimizer(parts.optimizer, problems, registry)
     if tries and problems:  # else the caller opens them
-        problems += open_outside(job, parts)[1]
+        problems += open_outside(job, parts, plan.outline)[1]
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import lcm, prod
 
-from torch import nn
-
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
@@ -16,6 +14,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.raw import Key, dotted
 from hpctrain.job.tables import Job
+from hpctrain.model.batch_norm import refuse_batch_norms
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained
 from hpctrain.plugins.user_code import is_reference
@@ -27,7 +26,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_evaluation_problems(job),
         *_hook_problems(job),
         *_guard_problems(job, parts),
-        *_model_problems(job, parts, plan.outline),
+        *_model_problems(job, parts, plan),
         *_axis_problems(job, parts),
         *_dataset_problems(job),
         *_token_problems(job, parts),
@@ -126,15 +125,19 @@ def comparison_problems(job: Job, parts: Parts, on_accelerators: bool) -> list[P
     return [PlacedProblem(("communicator", "check"), f"[communicator] check: {why}")]
 
 
-def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
-    """Problems visible in the model's parameters, if known before the model is built: patterns without a match, say."""
+def _model_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
+    """Problems visible in the model's modules, if known before the model is built: patterns without a match, say."""
+    module = plan.outline
     if module is None:
         return []
     name: Key = ("model", "name")
     problems: list[PlacedProblem] = []
     with _problem_at(name, problems):
         refuse_unsaved_buffers(module, parts.model)
-        refuse_embeddings(module, parts.model, 1)
+        refuse_embeddings(module, parts.model, plan.data_ranks or 1)
+    if job.model.sync_batch_norm:
+        with _problem_at(("model", "sync_batch_norm"), problems):
+            refuse_batch_norms(module, parts.model.name)
     trained = [parameter for parameter, _ in module.named_parameters()]
     with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)

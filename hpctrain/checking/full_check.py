@@ -26,7 +26,7 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     """The job and its data. Raises JobError with every problem, UsageError if the output directory holds another job,
     EnvironmentUnfitError for a plugin that makes something unfit."""
     checked = check(raw, ranks, tries=True)
-    data, problems = open_outside(checked.job, checked.parts)
+    data, problems = open_outside(checked.job, checked.parts, checked.plan.outline)
     if data is None or problems:
         raise JobError(checked.raw, problems)
     refuse_other_job(checked.job.output_dir / RESOLVED, resolved_tables(checked))

@@ -9,27 +9,33 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpctrain.base.devices import device_of_rank
 from hpctrain.base.errors import EXIT_CHECKPOINT, EXIT_TRAINING, HpctrainError, reason
 from hpctrain.checking.choices import choices, lacking
-from hpctrain.checkpoint.weights import open_weights
+from hpctrain.checkpoint.conversion import alone
+from hpctrain.checkpoint.state import model_pieces
+from hpctrain.checkpoint.weights import load_weights, open_weights
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Machine
+from hpctrain.contracts.precision import Precision
 from hpctrain.data.opening import Data, open_data
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
-from hpctrain.model.build import build_on_meta
-from hpctrain.model.parameters import build_optimizer
+from hpctrain.model.build import build_on_meta, given_names
+from hpctrain.model.conformance.trials import refuse_idle_optimizer
+from hpctrain.model.parameters import build_optimizer, tied_parameters
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
 
@@ -66,9 +72,10 @@ def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, r
 
 
 def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
-    """Build an optimizer for one parameter."""
+    """Build an optimizer for one parameter, and let it step."""
     try:
         build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        refuse_idle_optimizer(optimizer, partial(build_optimizer, optimizer))
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))
@@ -132,24 +139,32 @@ def _built(spec: ModelSpec) -> nn.Module:
             return spec.build()
 
 
-def open_outside(job: Job, parts: Parts) -> tuple[Data | None, list[PlacedProblem]]:
-    """The data, and the problems of weights and data."""
-    problems = _weights_problems(job, parts)
+def open_outside(job: Job, parts: Parts, module: nn.Module | None) -> tuple[Data | None, list[PlacedProblem]]:
+    """The data, and the problems of weights and data. module: the model, if it is known before it is built."""
+    problems = _weights_problems(job, parts, module)
     try:
         return open_data(job, parts), problems
     except HpctrainError as error:
         return None, [*problems, PlacedProblem(("dataset", "name"), str(error), error.exit_code)]
 
 
-def _weights_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
+def _weights_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
     weights, key = job.model.weights, ("model", "weights")
     if weights is None:
         return []
     if not os.access(weights, os.R_OK):
         why = f"[model] weights: there are none at {weights}, or no permission to read them"
         return [PlacedProblem(key, f"{why}; expected a path (names of the Hugging Face hub are not taken)")]
-    try:
-        open_weights(weights, parts.formats)  # reads only their table
+    try:  # reads only their table
+        if module is None or dist.is_initialized() or type(parts.precision).convert is not Precision.convert:
+            open_weights(weights, parts.formats)
+            return []
+        pieces = model_pieces(module, [], (), given_names(parts.model, module))
+        with alone() as group:
+            tied, strict = tied_parameters(module), job.model.weights_strict
+            load_weights(weights, parts.formats, pieces, group, tied, strict=strict, reads=False)
+    except RuntimeError:  # of a group of one, without any network
+        return []
     except (HpctrainError, OSError) as error:
         code = error.exit_code if isinstance(error, HpctrainError) else EXIT_CHECKPOINT
         return [PlacedProblem(key, f"[model] weights: {reason(error)}", code)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from hpctrain.base.errors import CheckpointError, shown
 from hpctrain.checkpoint.sources import WeightsSource, check_name, fill_pieces, slices_of
@@ -23,17 +25,29 @@ _DEEPEST = 3
 
 
 def open_torch(path: Path) -> WeightsSource:
-    """Raises CheckpointError for anything but a state dict: parameter names with their tensors."""
+    """Raises CheckpointError for anything but a state dict, parameter names with their tensors, whatever is beside it."""
+    foreign: list[str] = []
     try:
-        # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if is_zip := zipfile.is_zipfile(path):
+            foreign = get_unsafe_globals_in_checkpoint(path)
+        stand_ins: list[Any] = [(_OfNumpy if name.startswith("numpy.") else _LeftOut, name) for name in foreign]
+        with safe_globals(stand_ins):
+            # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
+            content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError:
         raise
     except Exception as error:  # torch raises nearly anything here
-        # Its first lines advise to turn the safety off; the reason follows a marker.
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {reason}") from error
-    content, place = _state_dict(path, content)
+        # Its first lines advise to turn the safety off; the reason follows a marker, before another advice.
+        why = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].partition(" Please use ")[0]
+        raise CheckpointError(
+            f"{path} isn't a file of tensors that torch.load accepts: {why or type(error).__name__}"
+        ) from error
+    if foreign and content == {}:
+        raise CheckpointError(
+            f"{path} holds an object with classes of a program's ({', '.join(sorted(foreign)[:3])}), expected a state dict: save "
+            "the module's `state_dict()`"
+        )
+    content, told = _state_dict(path, content)
     for name, tensor in content.items():
         check_name(path, name)
         kind = _odd_kind(tensor)
@@ -42,27 +56,45 @@ def open_torch(path: Path) -> WeightsSource:
                 f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
             )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
-    told, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
-    if told > _MOST_SHARED * there + 2**20:
+    claimed, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
+    if claimed > _MOST_SHARED * there + 2**20:
         raise CheckpointError(
-            f"{path}: its tensors claim {told} bytes, but the file has {there}: they repeat values (Tensor.expand); "
+            f"{path}: its tensors claim {claimed} bytes, but the file has {there}: they repeat values (Tensor.expand); "
             "save them with Tensor.contiguous()"
         )
     return WeightsSource(
         tensors,
         lambda pieces: fill_pieces(path, pieces, lambda piece: content[piece.name][slices_of(piece)]),
         lambda: _check_records(path),
-        (f"the state dict is at {place}",) if place else (),
+        tuple(told),
     )
 
 
-def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], str]:
-    """The state dict in what torch.load gave, and its place: training programs save it beside other things."""
-    found = list(_state_dicts(content, ()))
+class _LeftOut:
+    """Stands for a class or a function that a file names beside its tensors: nothing of a file's is called."""
+
+    def __new__(cls, *_: object) -> Any:
+        return OrderedDict()  # the unpickler fills these alone, as it would a dict of the class
+
+
+class _OfNumpy:
+    """Stands for numbers and arrays of NumPy, whose pickles set a state that no dict takes."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """The state dict in what torch.load gave, and what to tell of it: training programs save it beside other things."""
+    found = list(_state_dicts(content, (), True)) or list(_state_dicts(content, (), False))
     named = [one for one in found if set(one[1]) <= _STATE_DICTS]
     if len(found) == 1 or len(named) == 1:
         state, place = (named or found)[0]
-        return state, shown(".".join(place)) if place else ""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        others = ", ".join([name for name in state if name not in tensors][:5])
+        told = [f"the state dict is at {shown('.'.join(place))}"] * bool(place)
+        return tensors, told + [f"no tensors, and left out: {others}"] * bool(others)
     if found:
         places = ", ".join(shown(".".join(place)) for _, place in found[:5])
         raise CheckpointError(f"{path} holds several state dicts, {places}; torch.save the one that you mean alone")
@@ -70,15 +102,19 @@ def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], str]:
     raise CheckpointError(f"{path} holds {what}, expected a state dict: parameter names with their tensors")
 
 
-def _state_dicts(content: Any, place: tuple[str, ...]) -> Iterator[tuple[dict[str, Tensor], tuple[str, ...]]]:
-    """The state dicts in dicts of dicts; what belongs to an optimizer is none."""
+def _state_dicts(
+    content: Any, place: tuple[str, ...], strict: bool
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The state dicts in dicts of dicts; what belongs to an optimizer is none. strict: those of nothing but tensors."""
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content) or len(place) > _DEEPEST:
         return
-    if (content and all(isinstance(value, Tensor) for value in content.values())) or (not place and not content):
+    # beside other values, a number alone is a best accuracy or the like
+    are_tensors = [isinstance(value, Tensor) and (strict or value.dim() > 0) for value in content.values()]
+    if (are_tensors and (all if strict else any)(are_tensors)) or (not place and not content):
         yield content, place
         return
     for name, value in content.items():
-        yield from _state_dicts(value, (*place, name))
+        yield from _state_dicts(value, (*place, name), strict)
 
 
 def _check_records(path: Path) -> None:

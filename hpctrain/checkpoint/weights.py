@@ -43,13 +43,14 @@ def load_weights(
     tied: Sequence[list[str]] = (),
     kept_by: str | None = None,
     strict: bool = True,
+    reads: bool = True,
 ) -> list[str]:
     """Fill `pieces`, which have the names of the model's parameters (without "model/"); collective over `group`.
 
     tied: the names of each tied parameter, the name of its pieces first. The file may have any of them. A prefix that all names
     of the file have, such as "module.", is left out if the model's names lack it. kept_by: see `open_weights`. strict: together
     the ranks must ask for every tensor of the file, and it must have each of theirs; else only those of both are filled. Values
-    are converted to the pieces' dtypes.
+    are converted to the pieces' dtypes. reads: else only names and shapes are compared.
 
     Returns what a user should know: where the tensors were found, which were left. Raises UsageError if there are no weights at
     `path`, and CheckpointError if names or shapes differ or the file is damaged.
@@ -60,7 +61,8 @@ def load_weights(
                 f"there are no weights at {path}; expected a path (names of the Hugging Face hub are not taken)"
             )
         source = together(group, lambda: open_weights(path, formats, kept_by))
-        share(group, source.check)
+        if reads:
+            share(group, source.check)
         shapes = {piece.name: piece.shape for piece in pieces}
         source = _fitting(_named_once(source, tied, group), shapes, tied, group)
         differences = describe_differences(group, shapes, _shapes(source))
@@ -69,7 +71,8 @@ def load_weights(
             if strict:
                 raise OtherModelError(f"the weights in {path} are of another model: {differences}")
             pieces, left = _in_both(path, source, pieces, group)
-        together(group, lambda: source.fill(pieces))
+        if reads:
+            together(group, lambda: source.fill(pieces))
         return [*source.remarks, *left]
     except OSError as error:
         raise CheckpointError(f"the weights in {path} can't be read: {reason(error)}") from error

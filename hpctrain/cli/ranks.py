@@ -77,6 +77,8 @@ def on_ranks(
         code = exit_code_of(error)
         channel.report_exit(code)
         if isinstance(error, HpctrainError):
+            if error.everywhere and identity.rank:
+                return code, False
             raise
         click.echo(describe(error, identity), err=True)
     if by_srun():

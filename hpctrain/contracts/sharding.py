@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
+
+_MOST = 1000
 
 
 class Sharding(Plugin):
@@ -78,6 +81,9 @@ class ShardedModel(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.ran: deque[str] = deque(maxlen=_MOST)
+        """Names of the parts that have run in training, in order, if ranks must run the same: a strategy that gathers parameters in
+        forward adds them, and "" at the end of a forward. The trainer compares and forgets them in each step."""
 
     @abstractmethod
     def materialized(self) -> None:

@@ -73,7 +73,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     lengths, validation_lengths = (
         _lengths(job, parts, source) if source else None for source in (training, validation)
     )
-    if is_reference(job.dataset.name) or is_reference(job.model.name):
+    if _is_tried(job, training):
         refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
@@ -92,9 +92,15 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
         raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths = _lengths(job, parts, source)
-    if is_reference(job.dataset.name) or is_reference(job.model.name):
+    if _is_tried(job, source):
         refuse_other_kind(job, parts, source)
     return source, lengths
+
+
+def _is_tried(job: Job, samples: Samples | Stream) -> bool:
+    """Whether the model is shown a sample: a plugin's stream may not begin anew, its function may need several samples."""
+    is_own = is_reference(job.dataset.name) or is_reference(job.model.name)
+    return is_own or (isinstance(samples, Samples) and samples.collation() is None)
 
 
 def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tuple[str, Order]:

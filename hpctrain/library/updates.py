@@ -113,11 +113,13 @@ class Updates:
             trained.losses * model.loss_share,
             model.loss_share,
             model.totals.square(gradients),
+            model.route(),
             *trained.used_bits(),
         ]
         told = self._agreement.on(self._numbers[trained.name], session.progress.step, mine)
-        trained.note_used([row[3:] for row in told])
-        losses, weights, squares = zip(*(row[:3] for row in told), strict=True)
+        trained.note_used([row[4:] for row in told])
+        losses, weights, squares, routes = zip(*(row[:4] for row in told), strict=True)
+        model.refuse_other_routes(routes)
         return figures_of_all(session, sum(losses) / sum(weights), losses, squares)
 
 

@@ -87,5 +87,6 @@ def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> Environmen
     return EnvironmentUnfitError(
         f"{name_ranks(list(failures))} ({', '.join(sorted(set(failures.values())))}) could not connect to rank 0 "
         f"on {where['host']} at any of its addresses: {addresses}; expected TCP connections between the nodes of a "
-        "job to be allowed: check the firewall and the network interfaces"
+        "job to be allowed: check the firewall and the network interfaces",
+        everywhere=True,
     )

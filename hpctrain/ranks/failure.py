@@ -38,7 +38,11 @@ MPI_START_SECONDS = 900.0
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an error."""
+    """The exit code for an error, that of Python for what one process would end with."""
+    if isinstance(error, SystemExit):  # of an own loop
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
     return error.exit_code if isinstance(error, HpctrainError) else EXIT_TRAINING
 
 
@@ -46,6 +50,8 @@ def describe(error: BaseException, identity: Identity) -> str:
     """A sentence for an error that the user can fix; a traceback with rank and host for any other."""
     if isinstance(error, HpctrainError):
         return sentence(error)
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return f"hpctrain: {in_a_line(error, identity)}"
     trace = "".join(traceback.format_exception(error))
     return f"hpctrain: rank {identity.rank} on {identity.node} failed:\n{trace}"
 

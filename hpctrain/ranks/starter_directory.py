@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import stat
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE
@@ -17,6 +20,8 @@ from hpctrain.ranks.rank_channel import RankChannel
 
 PIPE = "alive"
 CODE, ERROR = "exit-code", "error"
+_BEGINNING = 60.0
+"""Seconds within which who makes a directory has opened its pipe."""
 TERMINAL, ERROR_TERMINAL = "terminal", "error-terminal"
 
 
@@ -61,6 +66,28 @@ def is_private(directory: Path) -> bool:
     except FileNotFoundError:
         return True  # the starter was killed: the thread notices
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def sweep(pattern: str, seconds: float = _BEGINNING) -> None:
+    """Remove those of this user's directories in the temporary directory, by their names, whose pipe no process holds any more and
+    which have not changed for `seconds`: a kill has left them."""
+    for pipe in Path(gettempdir()).glob(f"{pattern}/{PIPE}"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            found, directory = os.lstat(pipe), os.lstat(pipe.parent)
+            is_own = (
+                stat.S_ISFIFO(found.st_mode) and directory.st_uid == os.geteuid() and stat.S_ISDIR(directory.st_mode)
+            )
+            if is_own and time.time() - directory.st_mtime > seconds and not _is_read(pipe):
+                shutil.rmtree(pipe.parent, ignore_errors=True)
+
+
+def _is_read(pipe: Path) -> bool:
+    """Whether a process has opened a pipe to read from it."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    return True
 
 
 def _leave_with_starter(directory: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from hpctrain.ranks.rank_channel import RankChannel, on_terminal
 from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL, attach_to_directory
+from hpctrain.ranks.starter_directory import sweep as sweep
 from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
 

@@ -84,31 +84,16 @@ class ForkServerClient:
             self.look(_POLL)
         return self._state == "ready"
 
-    def fork(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str | None],
-        descriptors: Sequence[int],
-        streams: Sequence[int] = (),
-        cores: Sequence[int] = (),
-    ) -> ForkedRank:
-        """A rank that runs `command`. Raises EnvironmentUnfitError.
-
-        environment: what differs from this process's; None is a variable that the rank lacks. streams: the rank's standard
-        streams, and cores: its cores; by default this process's.
-        """
-        message = {
-            "command": list(command), "environment": dict(environment), "streams": bool(streams),
-            "cores": list(cores or os.sched_getaffinity(0)),
-        }  # fmt: skip
-        content = json.dumps(message).encode()
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedRank:
+        """A rank that runs `command`. Raises EnvironmentUnfitError. environment: what differs from this process's."""
+        content = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
         if len(content) > LONGEST:
             raise EnvironmentUnfitError(
                 f"a rank could not be forked: its command and variables take {len(content)} bytes, expected {LONGEST} at most; "
                 '[job] start = "spawn" has no limit'
             )
         self._answers.clear()
-        self._send(content, [*streams, *descriptors])
+        self._send(content, descriptors)
         give_up = time.monotonic() + FORK_SECONDS
         while not self._answers:
             if self._state == "ended" or time.monotonic() > give_up:
@@ -134,10 +119,6 @@ class ForkServerClient:
                 return
             self._take(json.loads(content))
             seconds = 0.0
-
-    def fileno(self) -> int:
-        """The descriptor that is readable when there is something to look at; -1 once the server has ended."""
-        return self._control.fileno()
 
     def close(self) -> None:
         """End the server. Its ranks have ended, or end with it."""

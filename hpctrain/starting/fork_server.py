@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from hpctrain.base.child_python import words_behind
 from hpctrain.ranks.process import ROOM_VARIABLE
-from hpctrain.starting.forking import become_rank, end_with_parent, open_streams, take_cores, take_streams
+from hpctrain.starting.forking import become_rank, end_with_parent, open_streams
 
 LONGEST = 2**17
 """The longest message, in bytes."""
@@ -122,10 +122,6 @@ def main(descriptor: int) -> None:
     parent = os.getpid()
     request, descriptors = _fork_all(server)
     server.close()
-    if request["streams"]:
-        streams, descriptors = descriptors[:3], descriptors[3:]
-        take_streams(streams)
-    take_cores(request["cores"])
     become_rank(parent, request["command"], request["environment"], descriptors, mask)
     gc.enable()
     sys.argv[1:] = words_behind(request["command"])

@@ -20,13 +20,6 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
-def take_streams(descriptors: Sequence[int]) -> None:
-    """Make these the standard input, output and errors of this process."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-
-
 def open_streams() -> None:
     """Open the null device in place of a standard stream that is closed: the next file would be taken for it."""
     for number in range(3):
@@ -36,22 +29,16 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
 
 
-def take_cores(cores: Sequence[int]) -> None:
-    """Run on these cores; some containers forbid to set what is already so."""
-    if set(cores) != os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)
-
-
 def become_rank(
     parent: int,
     command: Sequence[str],
-    environment: Mapping[str, str | None],
+    environment: Mapping[str, str],
     descriptors: Sequence[int],
     mask: Collection[int],
 ) -> None:
     """Set what differs between ranks, and what a new process has of its own.
 
-    environment: None removes a variable. descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python
+    descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python
     itself seeds `random` anew in a forked process; torch's generator begins alike in every process.
     """
     import numpy as np  # here, where it is imported already: the server's first look at its messages must not wait for it
@@ -60,10 +47,7 @@ def become_rank(
     if os.getppid() != parent:
         os._exit(1)  # it has ended already
     os.setsid()  # Ctrl-C must reach the ranks from the starter only
-    own = {name: value for name, value in environment.items() if value is not None}
-    own |= {FD_VARIABLE: str(descriptors[0])} if descriptors else {}
-    for name in environment.keys() - own.keys():
-        os.environ.pop(name, None)
+    own = {**environment, **({FD_VARIABLE: str(descriptors[0])} if descriptors else {})}
     os.environ.update(own)
     set_variables()  # as the import of hpctrain.mpi does
     show_command(command, own)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.base.child_python import python_module
-from hpctrain.job.environment import variables
 from hpctrain.starting.fork_client import ForkServerClient
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.processes import StartRank, spawn
@@ -17,14 +13,13 @@ from hpctrain.starting.stop_requests import StopRequests
 
 
 class Forks:
-    """Keeps one fork server for all starts of a command on this machine, and lets mpiexec start one on each node. Use it in a
-    `with`, which ends the server here."""
+    """Keeps one fork server for all starts of a command on this machine. Use it in a `with`, which ends the server."""
 
     def __init__(self, command: Sequence[str], tables: Mapping[str, Any]) -> None:
         """command: of `hpctrain`, as in a rank. tables: the job's."""
-        self._command, self._tables = command, tables
+        self._command = command
         # elsewhere than on Linux, system libraries may not be used after a fork
-        self._wanted = self._wanted_here = sys.platform == "linux" and _start_of(tables) != "spawn"
+        self._wanted = sys.platform == "linux" and _start_of(tables) != "spawn"
         self._server: ForkServerClient | None = None
 
     def __enter__(self) -> Forks:
@@ -35,7 +30,7 @@ class Forks:
 
     def begin(self) -> None:
         """Start the server, unless it runs: it imports while this process goes on."""
-        if not self._wanted_here:
+        if not self._wanted:
             self._server = None
         elif self._server is None or self._server.has_ended:
             self._server = ForkServerClient(self._command)
@@ -49,18 +44,10 @@ class Forks:
         if library is None or library.speaks_pmi:
             if self._server.is_ready(lambda: requests.again is not None):
                 return self._server.fork
-            self._wanted = False
         else:
             self.close()  # mpiexec starts the ranks
-        self._wanted_here = False  # it would be the same the next time
+        self._wanted = False  # it would be the same the next time
         return spawn
-
-    def front(self, most: int) -> list[str]:
-        """Words in front of the command of ranks that mpiexec starts, up to `most` of them on a node."""
-        if not self._wanted or most < 2:
-            return []
-        told = {"key": secrets.token_hex(8), "environment": variables(self._tables)}
-        return python_module("hpctrain.starting.on_node", json.dumps(told))
 
     def close(self) -> None:
         """End the server."""

@@ -192,26 +192,22 @@ class Launched(Protocol):
     def kill(self) -> None: ...
 
 
-def launch_over_mpi(
-    command: Sequence[str], ranks: int, start: StartRank = spawn, front: Sequence[str] = ()
-) -> Launched | None:
+def launch_over_mpi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Launched | None:
     """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library.
 
-    start: starts a rank where mpiexec does not. front: words in front of the command where mpiexec does.
+    start: starts a rank where mpiexec does not.
     """
     library = ask_library()
     if library is None:
         return None
     if library.speaks_pmi:
         return over_pmi(command, ranks, start)
-    return UnderMpiexec(find_mpiexec(library.flavour), [*front, *command], ranks)
+    return UnderMpiexec(find_mpiexec(library.flavour), command, ranks)
 
 
-def launch(
-    command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn, front: Sequence[str] = ()
-) -> Launched:
+def launch(command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn) -> Launched:
     """Ranks over MPI (`launch_over_mpi`) if it is installed, else over gloo: then they meet in `directory`."""
-    launched = launch_over_mpi(command, ranks, start, front)
+    launched = launch_over_mpi(command, ranks, start)
     if launched is not None:
         return launched
     named = os.environ.get("MPI4PY_LIBMPI")

@@ -21,7 +21,7 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
-from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel
+from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel, sweep
 from hpctrain.starting.forks import Forks
 from hpctrain.starting.hosts import Hosts
 from hpctrain.starting.on_hosts import OnHosts
@@ -132,17 +132,17 @@ def _start_once(
     forks: decides how ranks on this machine start; None: anew."""
     command = python_module("hpctrain", *words)
     if hosts is not None and not hosts.are_here:
-        front = forks.front(max(slots for _, slots in hosts.named)) if forks is not None else []
-        remote = OnHosts([*front, *command], hosts)
+        remote = OnHosts(command, hosts)
         code = _attend(remote, remote, ranks, requests, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
         # before there is anything that a kill would leave
-        start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
+        start = spawn if forks is None else forks.choose(requests)
+        sweep("hpctrain-????????")
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = ChannelDirectory(directory)
         try:
-            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start, front)
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
             code = _attend(launched, link, ranks, requests, saves)
         finally:
             link.close()

@@ -9,7 +9,7 @@ Imports no torch.
 """
 
 from hpctrain.base.launcher_variables import RankNumbers, launched, started_variables
-from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in
+from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in, sweep
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
@@ -36,4 +36,5 @@ __all__ = [
     "over_pmi",
     "read_hostfile",
     "started_variables",
+    "sweep",
 ]

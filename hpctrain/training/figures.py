@@ -50,6 +50,9 @@ class RankFigures(Generic[T]):
     replica: T
     """Replicas.glance."""
 
+    route: T
+    """TrainedModel.route."""
+
     request: T
     """1 if another terminal has asked something of this rank."""
 
@@ -98,6 +101,7 @@ def exchange_figures(
             terms=sum(micro.terms for micro in micro_batches) * model.loss_share,
             stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
             replica=0.0 if session.replicas is None else session.replicas.glance(session.progress.step),
+            route=model.route(),
             request=float(session.queries is not None and session.queries.has_request),
             of_meters=measured,
             of_runner=model.runner.figures(),
@@ -109,6 +113,7 @@ def step_figures(
     session: Session, ranks: Sequence[RankFigures[float]], count: int, trial: FirstStep | None
 ) -> StepFigures:
     """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
+    session.model.refuse_other_routes([one.route for one in ranks])
     out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
     losses = [one.loss for one in ranks]
     loss = math.nan if out_of_memory else sum(losses) / count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ def answer(
 ) -> dict[str, Any]:
     """The metrics by name with `samples`, or the `shape` and `dtype` of the outputs; collective, equal on all ranks."""
     job, parts, identity = checked.job, checked.parts, world.identity
+    if question.prompt is not None:
+        job, parts = _with_whole_samples(job, parts)
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
@@ -78,6 +80,13 @@ def answer(
         loader.close()
         pool.close()
         model.sums.close()
+
+
+def _with_whole_samples(job: Job, parts: Parts) -> tuple[Job, Parts]:
+    """The job without axes that cut samples: one text that grows has no parts."""
+    kept = {name: axis for name, axis in parts.parallelism.items() if not axis.traits.cuts_samples}
+    tables = {name: table for name, table in job.parallelism.items() if name in kept or name not in parts.parallelism}
+    return job.model_copy(update={"parallelism": tables}), replace(parts, parallelism=kept)
 
 
 def _loaded(model: TrainedModel, question: Question) -> TrainedModel:

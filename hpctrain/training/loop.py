@@ -138,6 +138,11 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         trial.forwarded(loss_sum.item())
     with position.inside("sums of gradients", step):
         model.sharded.synchronize()
+    for remark in (
+        () if trial is None else {*gather_values(model.remark)} - {""}
+    ):  # a pipeline's first ranks have no loss
+        session.report.say(f"loss         {remark}")
+    model.remark = ""
 
     # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, UsageError
+from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
+from hpctrain.plugins.user_code.calling import retell_model_error
+from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.failure import end_on_signals
@@ -81,7 +84,7 @@ def run_rank(
     identity: Identity, read: Callable[[], RawJob], resume: str, channel: RankChannel, begun: float | None = None
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it. begun: as of `started`."""
-    with started(identity, read, resume, channel, begun) as start:
+    with started(identity, read, resume, channel, begun) as start, exits_refused():
         with start.alarmed():
             session = assemble(start)
         try:
@@ -99,6 +102,20 @@ def run_rank(
     return result
 
 
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Turn a sys.exit() in users' code into a TrainingError: it would end a job half-way, and of one rank alone only that rank."""
+    try:
+        yield
+    except (SystemExit, GeneratorExit) as leave:
+        retell_model_error(leave, CALLS)
+        frame = traceback.extract_tb(leave.__traceback__)[-1]
+        raise TrainingError(
+            f"{frame.filename}:{frame.lineno} raised {type(leave).__name__}: {leave}; expected an error, or in a hook "
+            "`control.stop(reason)`, which ends a job in order"
+        ) from leave
+
+
 def answer_on_rank(
     identity: Identity, read: Callable[[], RawJob], question: Question, channel: RankChannel
 ) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def answer_on_rank(
     with on_rank(identity, channel) as world:
         with labelled_prints(world.identity):
             checked = agree_on_job(world, read)
-            with communicating(world, checked) as (checked, device, hooks, _):
+            with communicating(world, checked) as (checked, device, hooks, _), exits_refused():
                 found = answer(checked, world, device, hooks, question)
         channel.report_exit(EXIT_DONE)
     return {**found, "exit_code": EXIT_DONE}

@@ -35,16 +35,13 @@ class Prompt:
 
 
 def text_dataset(parts: Parts) -> TextDataset:
-    """The job's dataset. Raises UsageError if its samples are no text, or an axis cuts samples; equal on all ranks."""
+    """The job's dataset. Raises UsageError if its samples are no text; equal on all ranks."""
     if not isinstance(parts.dataset, TextDataset):
         raise UsageError(
             f"sample needs a dataset of text, found {parts.dataset.name!r}, which has no encode and decode; use text or "
             "stdlib-text, or a dataset plugin that is a TextDataset",
             everywhere=True,
         )
-    cutting = [name for name, axis in parts.parallelism.items() if axis.traits.cuts_samples]
-    if cutting:
-        raise UsageError(f"sample runs one text, which {cutting[0]} would cut; leave it out", everywhere=True)
     return parts.dataset
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.base.errors import EXIT_DONE, HpctrainError, UsageError, reason
+from hpctrain.base.errors import EXIT_DONE, HpctrainError, TrainingError, UsageError, reason
 from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.combinations import comparison_problems
@@ -44,6 +44,7 @@ from hpctrain.ranks.prints import labelled_prints, own, tell
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.ranks.watchdog.blocks import parted_in_failure
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.determinism import deterministic
@@ -204,6 +205,9 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
         if hooks is not None:
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 hooks.call("hpctrain_exception", exception=error, identity=identity)
+            why = parted_in_failure(world, hooks.position) if isinstance(error, dist.DistBackendError) else None
+            if why is not None:
+                raise TrainingError(why) from error
         retell_plugin_error(error, checked.registry, identity)
         retell_model_error(error, CALLS)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.devices import draws_state, seed_draws
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
@@ -29,15 +30,15 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import tensors_kept
-from hpctrain.model.conformance.model import refuse_mean
+from hpctrain.model.conformance.model import try_loss
 from hpctrain.model.conformance.pieces import refuse_holes
 from hpctrain.model.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.model import UserModel
-from hpctrain.ranks.json_collectives import share, sum_of
+from hpctrain.ranks.json_collectives import gather_values, share, sum_of
+from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.training.feed import counted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
@@ -69,6 +70,8 @@ class TrainedModel:
         self.split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
         self._has_forwarded, self.refreshed, self.device = False, 0, device
+        self.remark = ""
+        """What a user should know of the loss, once it was tried in the first forward."""
         self.is_tried = False
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
@@ -79,6 +82,7 @@ class TrainedModel:
             )
         built = build_model(job, parts, meshes, self.sums, device, values)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
+        hooks.position.ran.append(self.sharded.ran)
         self.scaler = parts.precision.start()
         self.axes, self.shapes, self.given = built.axes, built.trained, built.given
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
@@ -143,8 +147,8 @@ class TrainedModel:
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
-        if not self._has_forwarded and not isinstance(self._parts.model, UserModel):
-            refuse_mean(self._parts.model, outputs, batch, self.device)
+        if not self._has_forwarded:
+            self.remark = try_loss(self._parts.model, outputs, batch, self.device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")
         if who:
@@ -266,6 +270,24 @@ class TrainedModel:
                 self._parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True
             )
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
+
+    def route(self) -> float:
+        """A number made of the blocks that have run in this step, equal on ranks that ran the same."""
+        return float(zlib.crc32("/".join(self.sharded.ran).encode()))
+
+    def refuse_other_routes(self, routes: Sequence[float]) -> None:
+        """Raises TrainingError on all ranks if ranks that gather parameters together ran different blocks, of which they have had
+        each other's parameters; forgets them. routes: of all ranks. Collective where they differ."""
+        if len(set(routes)) > 1:
+            cut = {axis for piece in self.pieces for axis in piece.axes}
+            copies = [axis for axis in self.meshes.data_axes if axis not in cut]
+            place = [self.meshes.axis(axis).get_local_rank() for axis in copies]
+            told: list[tuple[list[int], list[str]]] = gather_values((place, list(self.sharded.ran)))
+            for group in {tuple(where): where for where, _ in told}.values():
+                why = parted({rank: ran for rank, (where, ran) in enumerate(told) if where == group})
+                if why is not None:
+                    raise TrainingError(why, everywhere=True)
+        self.sharded.ran.clear()
 
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces, without the loss scale."""

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,15 +19,17 @@ from launching import Finished, Started, hpctrain, run, started
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 BOTH = ["launcher", "versions", "plugins", "MPI", "environment", "cores", "devices", "open files", "process_vm_readv",
-        "locked memory", "shared memory", "output directory", "write speed", "fsync", "free space", "clock of files", "file locks",
-        "communicator", "clocks", "links in nodes", "matrix product"]  # fmt: skip
+        "locked memory", "shared memory", "output directory", "write speed", "free space", "file locks",
+        "communicator", "links in nodes", "matrix product"]  # fmt: skip
 """The checks of two ranks on one node, in order."""
+FOUND_ONLY = ["loopback", "home directory", "temporary files", "compiler", "proxies"]
+"""Checks that are told only where something is wrong."""
 SCHEMA = {
     "type": "array",
     "items": {
         "type": "object",
         "properties": {
-            "check": {"enum": BOTH},
+            "check": {"enum": BOTH + FOUND_ONLY},
             "state": {"enum": ["ok", "warn", "fail"]},
             "found": {"type": "string", "minLength": 1},
             "remedy": {"type": "string"},
@@ -67,6 +70,41 @@ def test_alone(tmp_path: Path) -> None:
         assert (f" {check} " in done.out) == (check != "links in nodes"), done
     assert "\nfail" not in done.out and done.out.splitlines()[-1].startswith("doctor       0 failed"), done
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
+def test_a_node_on_which_compilers_and_caches_fail(tmp_path: Path) -> None:
+    for name in ("temporary", "home"):
+        (tmp_path / name).mkdir()
+    mounts = 'mount -t tmpfs -o noexec none temporary; mount -t tmpfs -o ro none home; exec "$@"'
+    surroundings = {"TMPDIR": str(tmp_path / "temporary"), "HOME": str(tmp_path / "home"), "CXX": "/none/c++ -O2",
+                    "http_proxy": "http://user:word@proxy:1", "no_proxy": "localhost"}  # fmt: skip
+    words = ["unshare", "--mount", "bash", "-c", mounts, "bash", *hpctrain("doctor", "--json")]
+    done = run(words, tmp_path, env=surroundings)
+    told = {row["check"]: row["found"] for row in rows(done) if row["check"] in FOUND_ONLY}
+    assert done.code == 0 and list(told) == FOUND_ONLY[1:4] + ["proxies"] * bool(
+        {"mlflow", "ray", "wandb"} & packages()
+    ), done
+    assert "home can't be written to (Read-only file system)" in told["home directory"]
+    assert "temporary is mounted noexec" in told["temporary files"] and "C++ compiler (/none/c++)" in told["compiler"]
+    assert "word" not in done.out, "a proxy's password"
+    surroundings |= {"CXX": sys.executable, "no_proxy": "*"}
+    done = run(hpctrain("doctor", "--json"), tmp_path, env=surroundings)
+    assert not [row for row in rows(done) if row["check"] in FOUND_ONLY], "nothing is mounted here"
+
+
+def packages() -> set[str]:
+    return {name for name in ("mlflow", "ray", "wandb") if find_spec(name)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+@pytest.mark.parametrize("words", [(), pytest.param(("-n", "2"), marks=pytest.mark.thorough)])
+def test_a_node_without_any_network(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Not even with itself."""
+    done = run(["unshare", "--net", *hpctrain("doctor", "--json", *words)], tmp_path)
+    (row,) = rows(done)
+    assert done.code == 3 and row["check"] == "loopback" and "Network is unreachable" in row["found"], done
+    assert done.err == "" and "ip link set lo up" in row["remedy"], done
 
 
 @pytest.mark.every_change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -450,3 +451,117 @@ def test_batch_norms_of_one_rank_each_are_told(job: JobFile) -> None:
     assert told in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out
     job.set(job={"output_dir": "all"}, model={"sync_batch_norm": True})
     assert told not in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out
+
+
+LEAVING = """
+import sys
+from torch import nn
+
+def net():
+    return nn.Linear(4, 3)
+
+def loss(out, y):
+    exec({how!r})
+    return ((out - y) ** 2).mean()
+
+def data(split):
+    import torch
+    return [(torch.ones(4), torch.zeros(3))] * 24
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("sys.exit(0)", 4, "its loss raised SystemExit: 0, on a batch of"),
+        pytest.param("raise KeyboardInterrupt", 130, "", marks=pytest.mark.thorough),
+        pytest.param("raise MemoryError", 4, "ran out of memory in step 1", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_exit_code_is_that_of_the_error_on_any_number_of_ranks(
+    job: JobFile, how: str, code: int, told: str
+) -> None:
+    (job.directory / "leaving.py").write_text(LEAVING.format(how=how))
+    job.tables |= {"model": {"name": "leaving:net", "loss": "leaving:loss"}, "dataset": {"name": "leaving:data"}}
+    job.write()
+    ends = [run(hpctrain("run", "job.toml", *words), job.directory) for words in ((), ("-n", "2"))]
+    assert [one.code for one in ends] == [code, code] and all(told in one.err for one in ends), ends
+    assert all("Traceback" not in one.err for one in ends), ends
+
+
+LAYER_DROP = """
+import os
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self, dropped):
+        super().__init__()
+        self.blocks, self.head, self.dropped = nn.ModuleList([Block() for _ in range(5)]), nn.Linear(4, 3), dropped
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if not self.training or number not in self.dropped[int(os.environ["RANK"])]:
+                x = block(x)
+        return self.head(x)
+
+
+def loss(out, y):
+    return ((out - y) ** 2).mean()
+
+
+def data(split):
+    return [(torch.ones(4) * i, torch.zeros(3)) for i in range(24)]
+
+
+if __name__ == "__main__":
+    import hpctrain
+
+    net = Net([[1], [3]])
+    with hpctrain.own_loop({"job": {"name": "own", "steps": 3}, "sharding": {"stage": 3}}) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in loop.steps():
+            loop.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dropped", "communicator", "told"),
+    [
+        ([[1], [3]], "auto", "rank 0 left out blocks.1; rank 1 left out blocks.3"),
+        ([[], [3, 4]], "auto", "rank 1 left out blocks.3, blocks.4"),
+        pytest.param([[1], [3]], "gloo", "rank 0 left out blocks.1; rank 1 left out blocks.3", marks=pytest.mark.thorough),
+        pytest.param([[2], []], "gloo", "rank 0 left out blocks.2", marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
+def test_ranks_that_run_other_blocks_at_stage_3_are_told_which(
+    job: JobFile, dropped: list[list[int]], communicator: str, told: str
+) -> None:
+    (job.directory / "drops.py").write_text(LAYER_DROP)
+    model = {"name": "drops:Net", "loss": "drops:loss", "dropped": dropped}
+    job.tables |= {"model": model, "dataset": {"name": "drops:data"}, "sharding": {"stage": 3}}
+    job.set(communicator={"name": communicator}, watchdog={"timeout_seconds": 3})
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 4 and f"ranks ran different blocks of the model ({told}), whose" in done.err, done
+    assert "Mismatch" not in done.err and "Traceback" not in done.err and not job.losses(), done
+
+
+@pytest.mark.thorough
+def test_ranks_of_an_own_loop_that_run_other_blocks_at_stage_3_are_told_which(tmp_path: Path) -> None:
+    (tmp_path / "drops.py").write_text(LAYER_DROP)
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    done = run([mpiexec, "-n", "2", sys.executable, "drops.py"], tmp_path)
+    assert done.code == 4 and "(rank 0 left out blocks.1; rank 1 left out blocks.3), whose" in done.err, done

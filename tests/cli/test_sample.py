@@ -34,8 +34,9 @@ def expected(job: JobFile, prompt: str, tokens: int) -> str:
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("-n", "2", "--set", "parallelism.tensor=2"), ("-n", "2", "--set", "parallelism.pipeline=2", "--set", "sharding.stage=1")],
-    ids=["alone", "tensor", "pipeline"],
+    [(), ("-n", "2", "--set", "parallelism.tensor=2"), ("-n", "2", "--set", "parallelism.pipeline=2", "--set", "sharding.stage=1"),
+     ("-n", "2", "--set", "parallelism.context=2")],
+    ids=["alone", "tensor", "pipeline", "context"],
 )  # fmt: skip
 def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
     asked = ("--prompt", "import wörter", "--tokens", "30", "--temperature", "0")

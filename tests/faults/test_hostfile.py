@@ -50,7 +50,7 @@ def environment(python_path: Path = PROGRAMS) -> dict[str, str]:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Path:
-    """The ranks 0 and 1 on host a are forked from one process; rank 2 on b starts on its own."""
+    """The ranks 0 and 1 on host a, rank 2 on b."""
     file = tmp_path / "hosts"
     file.write_text("a slots=2\n\n# another\nb:1\n")
     return file

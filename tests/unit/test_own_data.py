@@ -540,3 +540,56 @@ def test_data_of_a_script_or_a_notebook() -> None:
         done = run([sys.executable, *words, output, repr(options)], Path.cwd(), 60)
         assert (done.code == 0) == (not said) and said in done.err, done
         assert not said or "[dataset] workers = 1: a worker process ended" in done.err, done
+
+
+class Centred(torch.nn.Module):
+    """A mean that follows from the number of its calls."""
+
+    calls = 0
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return ((outputs - target) ** 2).mean() * self.calls
+
+
+def contrasted(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs @ target.T, torch.arange(len(outputs)))
+
+
+def squares(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((outputs - target) ** 2).sum()
+
+
+def parts(outputs: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"size": outputs.abs().mean(1), "fit": 0.1 * squares(outputs, target)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (squares, "the loss of"),
+        (parts, "the loss 'fit' of"),
+        (torch.nn.MSELoss(reduction="sum"), "the loss of"),
+        (torch.nn.functional.mse_loss, None),
+        (lambda outputs, target: (outputs - target).abs().mean(1), None),
+        (contrasted, None),
+    ],
+)
+def test_a_loss_that_is_a_sum_is_told(loss: Any, named: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [(torch.full((2,), float(i % 5)), torch.full((3,), i % 3 - 0.5)) for i in range(24)]
+    model = {"name": "torch.nn:Linear", "in_features": 2, "out_features": 3, "loss": loss}
+    hpctrain.run({"job": {"name": "summed", "steps": 2}, "batch": {"global_size": 12, "micro_size": 4}, "model": model,
+                  "dataset": {"name": points}, "optimizer": {"name": "sgd", "lr": 1e-9}})  # fmt: skip
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss  ")]
+    assert len(told) == (named is not None) and all(
+        f" {named} torch.nn:Linear grows with the number of samples" in line for line in told
+    ), told
+
+
+def test_the_trial_of_a_loss_leaves_an_object_as_it_is() -> None:
+    points = [(torch.ones(2), torch.zeros(3))] * 24
+    loss = Centred()
+    model = {"name": "torch.nn:Linear", "in_features": 2, "out_features": 3, "loss": loss}
+    hpctrain.run({"job": {"name": "centred", "steps": 2}, "batch": {"global_size": 12, "micro_size": 4}, "model": model,
+                  "dataset": {"name": points}, "optimizer": {"name": "sgd", "lr": 1e-9}})  # fmt: skip
+    assert loss.calls == 2 * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.ranks.watchdog.position import Position
 from hpctrain.ranks.watchdog.status import Beat
 
@@ -23,3 +24,14 @@ def test_the_first_step_of_a_job_that_compiles_has_no_limit(compiles: bool) -> N
     assert overdue == [False, *[not compiles] * 4, *[True] * 5, not compiles], "an evaluation is compiled, too"
     position.move("between phases")
     assert Beat(position.phase, position.step, idle=11.0).is_overdue(10.0)
+
+
+def test_ranks_that_ran_other_blocks_are_told_and_one_that_is_further_is_not() -> None:
+    assert (
+        parted({0: ["a", "b"], 1: ["a", "b", "c"]}) is None
+        and parted({0: [], 1: ["a"]}) is None
+        and parted({2: ["a"]}) is None
+    )
+    assert "(rank 1 left out b)" in str(parted({0: ["a", "b", "c"], 1: ["a", "c"]}))
+    assert "(rank 1 left out b)" in str(parted({0: ["a", "b"], 1: ["a", ""]})), "its forward is over"
+    assert "(rank 0 ran a where rank 1 ran b)" in str(parted({0: ["a", "b"], 1: ["b", "a"]}))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli
+import tomli_w
 import torch
 from click.testing import CliRunner
 from conftest import TINY
+from torch.nn.functional import relu
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError
@@ -52,6 +59,74 @@ def test_a_job_says_where_its_weights_were_and_what_is_left(capsys: pytest.Captu
     loaded = hpctrain.load(second["checkpoint"]).state_dict()
     assert all(torch.equal(value, first[name]) for name, value in loaded.items() if "head" not in name)
     assert not torch.equal(loaded["head.weight"], first["head.weight"])
+
+
+class Registered(dict[str, Any]):
+    """A configuration as some trainers save it: a dict with attributes."""
+
+    level = 3
+
+
+@pytest.mark.parametrize(
+    ("around", "told"),
+    [
+        (lambda state: {"model": state, "epoch": 3, "args": Namespace(lr=0.1, out=Path("x"))}, "the state dict is at 'model'"),
+        (lambda state: {"model": state, "ema": state, "best": np.float64(0.5), "rng": np.arange(3)}, "is at 'model'"),
+        (lambda state: {"state_dict": state, "cfg": Registered(a=1), "at": datetime(2020, 1, 1), "act": relu}, "is at"),
+        (lambda state: {"model": {**state, "x._extra_state": None}, "best": torch.tensor(0.5)}, "left out: x._extra_state"),
+        (lambda state: {**state, "epoch": 3, "args": Namespace()}, "no tensors, and left out: epoch, args"),
+        (lambda state: _with_versions(state), None),
+    ],
+)  # fmt: skip
+def test_weights_load_from_what_trainers_save_them_beside(around: Any, told: str | None) -> None:
+    state = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    torch.save(around(state), "w.pt")
+    done = CliRunner().invoke(cli, ["checkpoint", "import", "w.pt", "out"])
+    assert done.exit_code == 0 and "wrote out: 2 tensors" in done.output, (done.output, done.exception)
+    assert (told or "wrote out") in done.output
+    assert CliRunner().invoke(cli, ["checkpoint", "export", "out", "--to", "torch", "back.pt"]).exit_code == 0
+    back = torch.load("back.pt", weights_only=True)
+    assert back.keys() == state.keys() and all(torch.equal(back[name], value) for name, value in state.items())
+
+
+def test_check_says_of_weights_what_run_says() -> None:
+    """Tied parameters may be there under all their names; frozen and adapted ones count as in a run."""
+    model = {**TINY["model"], "tie_embeddings": True}
+    state = hpctrain.load(trained(model=model)["checkpoint"]).state_dict()
+    renamed = {name.replace("layers.0", "blocks.0"): value for name, value in state.items()}
+    for name, content, strict, code in (
+        ("same", {"module": state, "args": Namespace()}, True, 0), ("other", renamed, True, 5), ("some", renamed, False, 0),
+    ):  # fmt: skip
+        torch.save(content, f"{name}.pt")
+        tables = {
+            **TINY,
+            "job": {"name": name, "steps": 1},
+            "model": {**model, "weights": f"{name}.pt", "weights_strict": strict},
+        }
+        Path(f"{name}.toml").write_text(tomli_w.dumps(tables))
+        done = [CliRunner().invoke(cli, [command, f"{name}.toml"]) for command in ("check", "run")]
+        assert [getattr(one.exception, "exit_code", one.exit_code) for one in done] == [code, code], done
+        assert not code or all("are of another model: layers.0" in str(one.exception) for one in done), done
+
+
+def _with_versions(state: dict[str, torch.Tensor]) -> Any:
+    ordered: Any = OrderedDict(state)
+    ordered._metadata = {"": {"version": 2}}
+    return ordered
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (torch.nn.Linear(2, 3), r"holds an object with classes of a program's \(torch.nn.modules.linear.Linear\)"),
+        ({"student": {"w": torch.ones(2)}, "teacher": {"w": torch.ones(2)}, "args": Namespace()}, "'student', 'teacher'"),
+        ({"epoch": 3, "args": Namespace()}, r"holds \['epoch', 'args'\], expected a state dict"),
+    ],
+)  # fmt: skip
+def test_what_is_no_state_dict_is_refused_with_its_keys(content: Any, says: str) -> None:
+    torch.save(content, "w.pt")
+    done = CliRunner().invoke(cli, ["checkpoint", "import", "w.pt", "out"])
+    assert re.search(says, str(done.exception)) and not Path("out").exists()
 
 
 def test_import_says_where_the_state_dict_was() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError
 from hpctrain.cli.options import example
 from hpctrain.cli.ranks import started_by_option
 from hpctrain.job.environment import cached_on_node
@@ -46,6 +46,7 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         return start_command(words, ranks)
     from hpctrain.cli.doctor.examine import examine
     from hpctrain.cli.doctor.findings import Finding, row_of
+    from hpctrain.cli.doctor.node import loopback
     from hpctrain.ranks.failure import end_on_signals, limited
     from hpctrain.ranks.rank_channel import RankChannel
     from hpctrain.starting.channel_directory import attach
@@ -60,7 +61,18 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         shown.show([row_of(Finding("launcher", "fail", str(error), "start the ranks as it says"), [], [])], 0)
         shown.end()
         return EXIT_ENVIRONMENT
-    code = examine(identity, channel, directory, ranks, shown.show)
+    looped = loopback()
+    if looped is not None:  # the ranks would wait for each other
+        if identity.local_rank == 0:
+            shown.show([row_of(looped, [], [])], 0)
+            shown.end()
+        channel.report_exit(EXIT_ENVIRONMENT)
+        return EXIT_ENVIRONMENT
+    try:
+        code = examine(identity, channel, directory, ranks, shown.show)
+    except HpctrainError as error:
+        channel.report_exit(error.exit_code)
+        raise
     if identity.rank == 0:
         shown.end()
     return code

@@ -1,9 +1,8 @@
-"""Checks between ranks: clocks, links, and the speed of a matrix product on each rank. Collective over the world."""
+"""Checks between ranks: links, and the speed of a matrix product on each rank. Collective over the world."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,6 @@ _SLOW_NETWORK = 50e6  # bytes per second: below half of gigabit Ethernet's
 _SLOW_PING = 1e-3  # seconds; below this, a difference does not matter
 _WORK_SECONDS = 1.0
 _SLOW_WORK = 2
-_SKEW = 1.0  # seconds
-_CLOCK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -142,31 +139,6 @@ def judge_work(speeds: Sequence[float], nodes: Sequence[str]) -> list[FindingOfR
     rest = [rank for rank in range(len(speeds)) if rank not in slow]
     text = f"{statistics.median(speeds[rank] for rank in rest):,.1f} GFLOP/s (median)"
     return [*rows, row_of(Finding("matrix product", "ok", text), rest, nodes)]
-
-
-def clock_offsets() -> list[float]:
-    """Each rank's clock minus rank 0's at a common moment, in seconds, on all ranks."""
-    rounds: list[list[float]] = []
-    for _ in range(_CLOCK_ROUNDS):
-        dist.barrier()
-        now = gather_values(time.time())
-        rounds.append([one - now[0] for one in now])
-    return [min(of_rank, key=abs) for of_rank in zip(*rounds, strict=True)]
-
-
-def judge_clocks(offsets: Sequence[float], nodes: Sequence[str]) -> list[FindingOfRanks]:
-    """A row for each node whose clock differs from rank 0's, else one row."""
-    rows = []
-    for node in dict.fromkeys(nodes):
-        ranks = [rank for rank, name in enumerate(nodes) if name == node]
-        offset = min((offsets[rank] for rank in ranks), key=abs)
-        if abs(offset) > _SKEW:
-            finding = Finding(
-                "clocks", "warn", f"{offset:+.1f} s from rank 0's", "synchronize the clocks (chrony, NTP)"
-            )
-            rows.append(row_of(finding, ranks, nodes))
-    text = f"within {_SKEW:.0f} s of each other"
-    return rows or [row_of(Finding("clocks", "ok", text), range(len(nodes)), nodes)]
 
 
 def _exchange(message: torch.Tensor, peer: int, begins: bool, rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""Checks of the output directory: one directory on all nodes, its speed, its locks, its space and its clock."""
+"""Checks of the output directory: one directory on all nodes, its speed, its locks and its space."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _PREFIX = ".hpctrain-doctor-"
 _LOCK = "lock"
 _TOKEN = "token"
 _BYTES, _SLOW_BYTES = 16 * 2**20, 20e6
-_SYNCS, _SLOW_SYNC = 5, 0.5
 _FREE = 5 * 2**30
-_SKEW = 2.0  # seconds; some file systems store whole seconds
 _SEEN_SECONDS = 5.0
 """How long a file of another node may take to appear."""
 
@@ -81,9 +79,7 @@ def directory_checks(identity: Identity, directory: Path, scratch: TrialDirector
         path = Path(scratch.path)
         findings += [
             tried("write speed", lambda: write_speed(path / f"speed-{identity.rank}")),
-            tried("fsync", lambda: sync_time(path / f"sync-{identity.rank}")),
             tried("free space", lambda: free_space(path)),
-            tried("clock of files", lambda: clock_of_files(path / f"clock-{identity.rank}")),
         ]
     if identity.rank and (leader or identity.rank == 1) and (seen is None or seen.state == "ok"):
         findings.append(tried("file locks", lambda: lock_of_first(Path(scratch.path) / _LOCK)))
@@ -121,22 +117,6 @@ def write_speed(path: Path) -> Finding:
     return Finding("write speed", "ok", f"{speed / 1e6:,.0f} MB/s")
 
 
-def sync_time(path: Path) -> Finding:
-    """Seconds of an fsync after 4 KiB, the median."""
-    times = []
-    with open(path, "wb", buffering=0) as file:
-        for _ in range(_SYNCS):
-            file.write(bytes(4096))
-            begin = time.perf_counter()
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - begin)
-    seconds = sorted(times)[_SYNCS // 2]
-    state = Finding("fsync", "ok", f"{seconds * 1e3:.1f} ms")
-    if seconds > _SLOW_SYNC:
-        return Finding("fsync", "warn", state.found, "checkpoints wait for it; use a faster file system for output_dir")
-    return state
-
-
 def free_space(path: Path) -> Finding:
     """The space that is left where checkpoints will be."""
     usage = shutil.disk_usage(path)
@@ -145,18 +125,6 @@ def free_space(path: Path) -> Finding:
         return Finding("free space", "warn", found, "delete files, or use another directory; a checkpoint takes about "
                        "three times the parameters' bytes")  # fmt: skip
     return Finding("free space", "ok", found)
-
-
-def clock_of_files(path: Path) -> Finding:
-    """The file system's time of a new file against this node's clock."""
-    before = time.time()
-    path.touch()
-    made, after = path.stat().st_mtime, time.time()
-    skew = max(before - made, made - after, 0.0)
-    if skew > _SKEW:
-        return Finding("clock of files", "warn", f"the file server's clock differs by {skew:.0f} s from this node's",
-                       "synchronize the clocks (chrony, NTP)")  # fmt: skip
-    return Finding("clock of files", "ok", f"within {_SKEW:.0f} s of the node's")
 
 
 def lock_of_first(path: Path) -> Finding:

@@ -114,9 +114,11 @@ class _Examination:
             ]
             if identity.local_rank == 0:
                 findings += [tried("locked memory", node.locked_memory), tried("shared memory", node.shared_memory)]
+                findings += node.surroundings(node.device(identity))
         reports = self._collect("node", findings, node.cores(binding))
         if reports is not None:
-            self._tell(node.judge_cores([fact for _, fact in reports], self._nodes) + self._merged(reports))
+            rows = node.judge_cores([fact for _, fact in reports], self._nodes) + self._merged(reports)
+            self._tell(rows + [row_of(one, [0], self._nodes) for one in node.proxies(self._nodes)])
 
     def _directory(self, path: Path) -> None:
         stage = f"the checks of the directory {path.absolute()} (does its file system answer?)"
@@ -161,7 +163,6 @@ class _Examination:
             with self._limited("the checks of communication"):
                 device = take_device(self.world, communicator, agreed.accelerator)
                 start_communication(self.world, communicator, _MESSAGE_SECONDS)
-                offsets = communication.clock_offsets()
                 links = communication.measure_links(device)
                 speeds = communication.work_speeds(device)
         except RuntimeError as error:  # torch's, and the MPI backend's
@@ -171,11 +172,7 @@ class _Examination:
                 "network between the nodes"
             ) from error
         if self._nodes:
-            self._tell(
-                communication.judge_clocks(offsets, self._nodes)
-                + communication.judge_links(links, self._nodes)
-                + communication.judge_work(speeds, self._nodes)
-            )
+            self._tell(communication.judge_links(links, self._nodes) + communication.judge_work(speeds, self._nodes))
 
     def _collect(self, part: str, findings: Sequence[Finding], fact: Any) -> list[tuple[list[Finding], Any]] | None:
         """Every rank's findings and fact, on rank 0; None elsewhere. EnvironmentUnfitError names ranks that do not answer.

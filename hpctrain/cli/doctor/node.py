@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
-from collections.abc import Sequence
+import socket
+import tempfile
+import urllib.request
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank, unusable_accelerator
+from hpctrain.base.devices import (
+    accelerator,
+    accelerator_count,
+    device_name,
+    device_of_rank,
+    is_accelerator,
+    unusable_accelerator,
+)
+from hpctrain.base.errors import reason
 from hpctrain.base.store.server import files_needed
 from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, row_of
 from hpctrain.contracts.identity import Identity
@@ -20,7 +33,21 @@ from hpctrain.ranks.binding import Binding
 
 _SPARE_FILES = 256
 _SHARED_MEMORY = 256 * 2**20
+_LOOPBACK_SECONDS = 5.0
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def loopback() -> Finding | None:
+    """What keeps processes of this node from reaching each other by TCP."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        found = (
+            f"no connection to 127.0.0.1 on {socket.gethostname()} ({reason(error)}), over which ranks of a node talk"
+        )
+        return Finding("loopback", "fail", found, "`ip link set lo up`, also in a container or a network namespace")
+    return None
 
 
 def accelerators() -> Finding:
@@ -124,3 +151,37 @@ def neighbours(identity: Identity) -> Finding:
     scope = _PTRACE.read_text().strip() if _PTRACE.exists() else "absent"
     return Finding(check, "warn", f"not allowed (ptrace_scope: {scope}): large messages within the node take one copy more",
                    "sysctl kernel.yama.ptrace_scope=0; in a container also --cap-add=SYS_PTRACE")  # fmt: skip
+
+
+def proxies(nodes: Iterable[str]) -> list[Finding]:
+    """Proxies that would take what goes to this job's own nodes."""
+    schemes = ("http_proxy", "https_proxy", "all_proxy")
+    given = [name for name in os.environ if name.lower() in schemes and os.environ[name]]
+    hosts = [host for host in dict.fromkeys(("localhost", *nodes)) if not urllib.request.proxy_bypass(host)]
+    caught = ",".join(hosts[:4])
+    users = [name for name in ("mlflow", "ray", "wandb") if find_spec(name)]
+    if not (given and caught and users):
+        return []
+    found = f"{given[0]} is set, and no_proxy lacks {caught}: HTTP of {', '.join(users)} or your code goes to the proxy"
+    return [Finding("proxies", "warn", f"{found}, and fails; ranks talk without it", f"export no_proxy={caught}")]
+
+
+def surroundings(device: torch.device) -> list[Finding]:
+    """Directories and programs of the node that some jobs need."""
+    # as torch's inductor and Triton look for compilers
+    language, variable, names = ("C", "CC", ("gcc", "clang")) if is_accelerator(device) else ("C++", "CXX", ("g++",))
+    chosen = os.environ[variable].split()[:1] if os.environ.get(variable) else names
+    temporary, told = tempfile.gettempdir(), list[tuple[str, str, str]]()
+    try:
+        tempfile.TemporaryFile(dir=Path.home()).close()
+    except OSError as error:
+        why = "tokens and kernels are made anew at each start, and without MUNGE ranks of several nodes don't meet"
+        remedy = "set HOME, or XDG_CACHE_HOME for the caches alone, to a directory that you may write to"
+        told += [("home directory", f"{Path.home()} can't be written to ({error.strerror}): {why}", remedy)]
+    if os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        why = f"{temporary} is mounted noexec: what [compile] and Triton build there can't be loaded"
+        told += [("temporary files", why, "set TMPDIR to a directory of the node's disk without noexec")]
+    if not any(map(shutil.which, chosen)):
+        why = f"found no {language} compiler ({' or '.join(chosen)}), without which [compile] enabled = true fails"
+        told += [("compiler", why, f"install one, or load its module; {variable} may name it")]
+    return [Finding(check, "warn", why, remedy) for check, why, remedy in told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -118,6 +119,10 @@ class UserModel(PipelineModel):
                 f"micro batch, or ({rows},), one loss per row: return loss{mean}"
             )
         return value.sum()
+
+    def apart(self) -> UserModel:
+        """The same model, with a copy of a loss that is an object: calls of it change nothing here."""
+        return UserModel(self.reference, self._factory, copy.deepcopy(self._loss), self.options)
 
     def target(self, batch: Batch) -> Tensor:
         if not isinstance(batch, (Mapping, Sequence)):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.mpi.errors import name_ranks
+from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.ranks.watchdog.status import Beat, RankStatus
 
 
@@ -30,7 +31,8 @@ def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: f
     lines += [f"missing: {told}" for told in _grouped(stuck)]
     lines += [f"at work: {told}" for told in _grouped(moving)]
     lines += [f"waiting: {told}" for told in _grouped(waiting)]
-    return lines
+    apart = parted({one.rank: one.ran for one in statuses}) if statuses else None
+    return lines if apart is None else [*lines, f"the reason: {apart}"]
 
 
 def _silent(one: Silent) -> str:

@@ -54,7 +54,7 @@ class Beat:
 @dataclass(frozen=True)
 class RankStatus:
     """A rank's position, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
-    workers: clauses with the lines at which samples are loaded, if training waits for them.
+    workers: clauses with the lines at which samples are loaded, if training waits for them. ran: `Position.blocks`.
     """
 
     rank: int
@@ -66,6 +66,7 @@ class RankStatus:
     communication: str | None
     pending: list[str]
     workers: list[str]
+    ran: list[str]
 
     @property
     def beat(self) -> Beat:
@@ -102,7 +103,7 @@ def status_of(identity: Identity, position: Position) -> RankStatus:
     workers = _loading() if position.phase.removesuffix(COMPILING) in _LOADING else []
     return RankStatus(
         identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, communication,
-        _pending(), workers,
+        _pending(), workers, position.blocks(),
     )  # fmt: skip
 
 

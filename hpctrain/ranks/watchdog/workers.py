@@ -17,26 +17,31 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.ranks.starter_directory import PIPE, sweep
+
 _SIGNAL = signal.SIGUSR2
 _DUMPING = 0.5
 """Seconds for the workers to write."""
 _LOOK = 1.0
 """Seconds between two looks at the rank."""
 
-_directories: list[Path] = []
+_directories: dict[Path, int] = {}
+"""The directories of this process's pools, and the descriptor that marks each as somebody's."""
 
 
 def new_directory() -> Path:
     """A directory for the files of one pool's workers."""
+    sweep("hpctrain-workers-*")
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-workers-"))
-    _directories.append(directory)
+    os.mkfifo(directory / PIPE)
+    _directories[directory] = os.open(directory / PIPE, os.O_RDWR)
     return directory
 
 
 def remove_directory(directory: Path) -> None:
     """The workers have ended."""
-    with suppress(ValueError):
-        _directories.remove(directory)
+    if directory in _directories:
+        os.close(_directories.pop(directory))
     shutil.rmtree(directory, ignore_errors=True)
 
 

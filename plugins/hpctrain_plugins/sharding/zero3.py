@@ -166,13 +166,14 @@ class Zero3Model(ShardedModel):
         warn_if_useless(options.offload_parameters or options.offload_optimizer, device)
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
-        rounds = (
-            options.gather_dtype == "products" and is_accelerator(device) and torch.is_autocast_enabled(device.type)
-        )
+        autocasts = is_accelerator(device) and torch.is_autocast_enabled(device.type)
+        rounds = autocasts and options.gather_dtype == "products"
         self._rounds = False
         empty = {parameter for parameter in module.parameters() if not parameter.numel()}
         frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
+        names = {id(one): name for name, one in module.named_modules()}
         for unit in reversed(units):  # inner ones first
+            unit.register_forward_pre_hook(partial(self._note, names[id(unit)]))
             wire = _rounded(unit, device) if rounds else MixedPrecisionPolicy()
             self._rounds |= wire.param_dtype is not None
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
@@ -196,12 +197,17 @@ class Zero3Model(ShardedModel):
         self._set_up(self._units, mesh.device_type)
         self._whole = WholeGradients(self._units, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
+    def _note(self, name: str, unit: nn.Module, *_: Any) -> None:
+        if unit.training:
+            self.ran.append(name)
+
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
         self._has_forwarded, self._caches = True, torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a kept cast of a unit's weight would outlive the unit, which is freed
 
-    def _forwarded(self, *_: Any) -> None:
+    def _forwarded(self, module: nn.Module, *_: Any) -> None:
+        self._note("", module)
         torch.set_autocast_cache_enabled(self._caches)
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
@@ -319,7 +325,7 @@ class Zero3Model(ShardedModel):
     def watch(self, used: Callable[[str, bool], None]) -> None:
         cut = {id(parameter): name for name, parameter in trained(self.module)}
         for name, parameter in trained(self.module):
-            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, False))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used(name, False))
         units = [cast(nn.Module, unit) for unit in self._units]
         for unit in units:
             parts = [part for _, part in unit.named_modules(memo={one for one in units if one is not unit})]
@@ -359,11 +365,7 @@ def _watch(
         parameter = getattr(part, key)
         if parameter.requires_grad and id(parameter) not in watched:  # it lives as long as the unit
             watched.add(id(parameter))
-            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, True))
-
-
-def _tell(used: Callable[[str, bool], None], name: str, in_forward: bool, _: nn.Parameter) -> None:
-    used(name, in_forward)
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used(name, True))
 
 
 def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:

@@ -164,9 +164,16 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         return prepare(labels=labels)  # type: ignore[no-any-return]
 
     def count(self, batch: Batch) -> int:
-        if self.task == "causal-lm":
-            tasks.refuse_unshifted(batch)  # here, where the batch is in the host's memory
-        return tasks.count(tasks.TASKS[self.task], batch)
+        task = tasks.TASKS[self.task]
+        if task.of_tokens:
+            tasks.refuse_copies(self.task, batch)  # here, where the batch is in the host's memory
+        elif (
+            batch["labels"].dim() > 1
+            and tasks.problem_of(self.config, batch["labels"]) == "single_label_classification"
+        ):
+            found = f"labels of the shape {tuple(batch['labels'].shape)}"
+            raise UsageError(f"[dataset]: found {found}, and the task {self.task!r} has one for each sample")
+        return tasks.count(task, batch)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """The sum over labels; a router's own loss, a mean over tokens, with its coefficient, for each of them."""

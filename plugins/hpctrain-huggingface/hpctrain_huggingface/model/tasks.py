@@ -90,14 +90,23 @@ def problem_of(config: PreTrainedConfig, labels: Tensor) -> str:
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def refuse_unshifted(batch: Batch) -> None:
-    """Raises UsageError for labels of a causal language model that are its inputs, as transformers' Trainer takes them."""
+def refuse_copies(task: str, batch: Batch) -> None:
+    """Raises UsageError for labels that the model sees: of a causal language model its inputs, as transformers' Trainer takes them,
+    of any other the next inputs."""
     ids, labels = batch.get("input_ids"), batch["labels"]
     if ids is None or ids.shape != labels.shape or ids.shape[-1] < 2:
         return
     counted = labels != IGNORED
-    varies = bool((ids[..., 1:] != ids[..., :-1]).any())
-    if varies and bool(counted.any()) and bool((ids == labels)[counted].all()):
+    if not bool((ids[..., 1:] != ids[..., :-1]).any()) or not bool(counted.any()):
+        return
+    if task != "causal-lm":
+        most, same = counted[..., :-1], (ids[..., 1:] == labels[..., :-1])[counted[..., :-1]]
+        if 2 * int(most.sum()) > most.numel() and bool(same.all()):
+            raise UsageError(
+                f"[dataset]: the labels are the next input_ids, which a model with the task {task!r} sees and would learn to copy; "
+                "expected labels of its own, such as the masked ids, or a model with the task 'causal-lm'"
+            )
+    elif bool((ids == labels)[counted].all()):
         raise UsageError(
             "[dataset]: the labels are the input_ids themselves, which the model would learn to copy; expected the label of each "
             "place to be the next id, as hpctrain's data sets give them: shift them by one"

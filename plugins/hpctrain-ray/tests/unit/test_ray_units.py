@@ -26,7 +26,7 @@ from hpctrain_ray.running import order_of
 from hpctrain_ray.seats import Node, numbers_by_node
 
 from hpctrain.api import EnvironmentUnfitError, TrainingError, UsageError
-from hpctrain.toolkit.starting import Ending, RankNumbers, started_variables
+from hpctrain.toolkit.starting import ChannelDirectory, Ending, RankNumbers, started_variables
 
 
 def test_ranks_are_numbered_node_by_node() -> None:
@@ -114,7 +114,7 @@ def test_a_rank_gets_none_of_another_launchers_variables(tmp_path: Path) -> None
 
 
 def test_the_secret_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory = make_private_directory("ab12", 3, b"\x01" * 32)
     assert directory.name == "hpctrain-ray-ab12.3" and directory.stem == "hpctrain-ray-ab12"
     assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "secret").stat().st_mode & 0o777 == 0o600
@@ -122,24 +122,22 @@ def test_the_secret_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         make_private_directory("ab12", 3, b"\x01" * 32)
 
 
-def test_directories_of_killed_processes_go_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    for name, owner, seconds in (("old", done.pid, 4000), ("new", done.pid, 100), ("runs", os.getpid(), 4000)):
-        file = make_private_directory(name, 0, b"") / "owner"
-        file.write_text(str(owner))
-        os.utime(file, (time.time() - seconds,) * 2)
+def test_directories_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a rank that runs stays, and for a while that of one that was killed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    attended = (
+        "import os, sys; from pathlib import Path; from hpctrain.toolkit.starting import ChannelDirectory\n"
+        "channel = ChannelDirectory(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    for name, seconds in (("old", 4000), ("new", 100)):
+        directory = make_private_directory(name, 0, b"")
+        subprocess.run([sys.executable, "-c", attended, str(directory)], timeout=60)
+        os.utime(directory, (time.time() - seconds,) * 2)
+    channel = ChannelDirectory(make_private_directory("runs", 0, b""))
+    os.utime(channel.directory, (0, 0))
     make_private_directory("next", 0, b"")
+    channel.close()
     assert {one.name for one in tmp_path.iterdir()} == {f"hpctrain-ray-{name}.0" for name in ("new", "runs", "next")}
-
-
-def test_another_users_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
-    (tmp_path / "hpctrain-ray-x").mkdir()
-    os.mkfifo(tmp_path / "hpctrain-ray-x" / "owner")
-    os.utime(tmp_path / "hpctrain-ray-x" / "owner", (0, 0))
-    assert make_private_directory("next", 0, b"").is_dir()
 
 
 def test_a_rank_that_has_ended_by_itself_has_left_its_code_and_its_error(tmp_path: Path) -> None:
