@@ -129,7 +129,7 @@ def run(
 
 def hpctrain(*words: str, python: str = sys.executable) -> list[str]:
     """The command line of `hpctrain WORDS`."""
-    return [python, *_COMMAND, *words]
+    return [python, "-m", "hpctrain", *words]
 
 
 def wait_until(condition: object, seconds: float, what: str) -> None:
