@@ -72,7 +72,7 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
-    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors.
+    """Measure writing and reading a state, against plain files, torch.save and DCP.
 
     Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """

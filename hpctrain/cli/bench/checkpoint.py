@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpctrain.cli.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, Safetensors, TorchSave
+from hpctrain.cli.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, TorchSave
 from hpctrain.cli.bench.spread import spread
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece
@@ -58,10 +58,8 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
     pieces = make_state(nbytes, dist.get_rank(), dist.get_world_size())
     methods: list[Method] = [
         kind(name, pieces, directory / name)
-        for name, kind in (
-            ("plain", PlainFile), ("torch.save", TorchSave), ("DCP", FileSystemWriter), ("safetensors", Safetensors)
-        )
-    ]  # fmt: skip
+        for name, kind in (("plain", PlainFile), ("torch.save", TorchSave), ("DCP", FileSystemWriter))
+    ]
     taken = {method.name for method in methods}
     name = f"format {format.name}" if format.name in taken else format.name
     methods.insert(1, Format(format, name, pieces, directory / name))

@@ -87,24 +87,6 @@ class TorchSave(Method):
             self.target[name].copy_(tensor)
 
 
-class Safetensors(Method):
-    """safetensors' own writer, one file per rank."""
-
-    def write(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self.tensors, self.file)
-        fd = os.open(self.file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-    def read(self) -> None:
-        from safetensors.torch import load_file
-
-        for name, tensor in load_file(self.file).items():
-            self.target[name].copy_(tensor)
-
-
 class FileSystemWriter(Method):
     """torch.distributed.checkpoint with a state dict of unreplicated tensors on each rank."""
 
