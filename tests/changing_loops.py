@@ -36,6 +36,9 @@ class Net(nn.Module):
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.body(x))
 
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean() + 0.1 * self.body(x).mean()
+
     def decode(self, hidden: Tensor, heads: str = "ab") -> Tensor:
         return sum((getattr(self, head)(hidden) for head in heads), torch.zeros((), dtype=hidden.dtype))
 
@@ -167,8 +170,8 @@ def adding_up(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> Non
 
 
 def by_methods(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> None:
-    """Two methods in turn, and the forward that calls both."""
-    backward(distance(net.decode(net.encode(x) * 0.9), x) + net(x).square().mean())
+    """Two methods in turn, the forward that calls both, and one that calls the module and goes on."""
+    backward(distance(net.decode(net.encode(x) * 0.9), x) + net(x).square().mean() + net.loss(x))
     yield_update(net)
 
 
@@ -236,7 +239,7 @@ def on_ranks(layout: str, file: str) -> None:
             net, optimizer = made()
             slow: Any = copy.deepcopy(net).requires_grad_(False)
             net, optimizer = mine.setup(
-                net, optimizer, name=name, methods=("encode", "decode") if loop is by_methods else ()
+                net, optimizer, name=name, methods=("encode", "decode", "loss") if loop is by_methods else ()
             )
             if loop in (average, average_opened):
                 slow = mine.setup(slow, name=f"slow {name}", **(other if loop is average_opened else {}))

@@ -67,7 +67,9 @@ def is_private(directory: Path) -> bool:
 
     found, parents = directory.lstat(), directory.parent.resolve()
     alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return alone and all(is_kept(one) for one in (parents, *parents.parents))
+    return alone and all(
+        is_kept(one) for one in (parents, *parents.parents) if one.parent != one
+    )  # / is the container's
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
@@ -91,7 +90,7 @@ def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | N
         f"hpctrain run would refuse this machine: {sentence}"
         for sentence in lacking(choices(job, parts), machine, registry)
     ]
-    steps = job.job.steps if job.schedule.unit == "step" else math.ceil(job.job.epochs or 0) or None
+    steps = job.scheduled_epochs or job.job.steps
     peak = (
         1.0
         if steps is None

@@ -16,6 +16,7 @@ from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.refusals import (
     COUNTED_STEPS,
+    STREAM,
     refuse_epochs,
     refuse_last_batches,
     refuse_mixture,
@@ -77,7 +78,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
         refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
-        refuse_epochs(job, "is a stream without a length, so that epochs can't be counted before it ends")
+        refuse_epochs(job, STREAM)
     refuse_last_batches(job, training)
     fingerprint, order = _order(job, training, lengths)
     steps = _steps(job, samples or 0, order, lengths, training.is_estimate)

@@ -19,6 +19,10 @@ COUNTED_STEPS = 500_000
 """The most steps whose batches by tokens are counted at the start."""
 
 
+STREAM = "is a stream without a length, so that epochs can't be counted before it ends"
+"""The rest of a sentence about a data set."""
+
+
 def refuse_epochs(job: Job, why: str) -> None:
     """UsageError for a key that counts epochs. why: the rest of a sentence about the data set."""
     for key, value, instead in (

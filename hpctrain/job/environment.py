@@ -127,24 +127,35 @@ def cached_on_node() -> Iterator[None]:
             raise EnvironmentUnfitError(
                 f"{name}={given}: other users can write there what would run as you; name a directory of your own"
             )
-    directory = _caches_directory()
+    directory = _caches_directory() or Path(os.devnull)  # then what compiles fails
     # torch keeps precompiled headers in /tmp/torchinductor_USER, whatever is set
     headers = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
     with set_where_unset(headers | {name: str(directory / one) for name, one in _CACHES.items()}):
         yield
 
 
-def _caches_directory() -> Path:
-    places = Path(gettempdir(), f"hpctrain-{os.geteuid()}-kernels"), cache_directory() / "compilers"
-    for directory in places:
+def _caches_directory() -> Path | None:
+    for directory in _places():
         with suppress(OSError):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if is_private(directory):
                 return directory
-    raise EnvironmentUnfitError(
-        f"compilers need a directory for their caches that is this user's alone: {' and '.join(map(str, places))} can't be made, "
-        "or others can write there or above; set TMPDIR to a directory of your own"
-    )
+    return None
+
+
+def _places() -> list[Path]:
+    name = f"hpctrain-{os.geteuid()}-kernels"
+    return [Path(gettempdir(), name), cache_directory() / "compilers", Path("/tmp", name)]
+
+
+def refuse_shared_caches() -> None:
+    """Raises EnvironmentUnfitError where `cached_on_node` has found no directory of this user's alone."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(os.devnull):
+        places = " and ".join(str(one.parent) for one in _places())
+        raise EnvironmentUnfitError(
+            f"[compile]: kernels are code, and other users can write in each of {places}, or in a directory above it; set TMPDIR "
+            "to a directory that only you can write to, as well as what is above it (`chmod go-w`)"
+        )
 
 
 def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -196,6 +197,11 @@ class Job(Table):
     """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
     stays as it is."""
     plugins: PluginsTable = PluginsTable()
+
+    @property
+    def scheduled_epochs(self) -> int | None:
+        """The length of a schedule that counts epochs; None for one that counts steps."""
+        return math.ceil(self.job.epochs or 0) if self.schedule.unit == "epoch" else None
 
     @property
     def output_dir(self) -> Path:

@@ -86,7 +86,7 @@ class ScheduleTable(SlotTable):
     name: str = "constant"
     """A schedule plugin, or "package.module:callable"."""
     unit: Literal["step", "epoch"] = "step"
-    """What the schedule counts: optimizer steps, or epochs, in each of which the learning rate stays as it is."""
+    """What the schedule counts: optimizer steps, or the epochs of [job] epochs, in each of which the rate stays as it is."""
 
 
 class BatchTable(Table):

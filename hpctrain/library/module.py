@@ -44,7 +44,9 @@ class OwnModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
-        them."""
+        them. Within a call it is the module's own forward: parameters are there already."""
+        if self.__dict__[_CALLS].inside:
+            return self.forward(*args, **kwargs)
         return self._run("forward", args, kwargs)
 
     def _run(self, method: str, args: Any, kwargs: Any) -> Any:

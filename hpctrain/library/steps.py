@@ -24,6 +24,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.precision import LossScaler
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
+from hpctrain.data.refusals import STREAM, refuse_epochs
 from hpctrain.library.agreement import END_OF_LOOP, END_OF_STEP, Agreement
 from hpctrain.library.jobs import has_data
 from hpctrain.library.trained import Trained
@@ -84,6 +85,9 @@ class Steps:
             job, parts = of[name].job, of[name].parts
             guard = self.session.guard if name == first else Guard(job.guard)
             one.session = replace(self.session, job=job, parts=parts, model=one.model, guard=guard)
+        if self._reads and self.session.feed.samples is None:
+            for checked in of.values():
+                refuse_epochs(checked.job, STREAM)
         self._restore_rates()
         self._replicas = [
             Replicas(

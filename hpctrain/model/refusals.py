@@ -64,8 +64,8 @@ def refuse_unmatched(trained: Mapping[str, Sequence[int]], patterns: Sequence[di
         names = [name for name, shape in trained.items() if has_dims(shape, entry)]
         for pattern in entry["pattern"]:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                of = "" if entry["max_dims"] is None else f" of at most {entry['max_dims']} dimensions"
+                of = "" if entry["max_dims"] is None else f" of at most max_dims = {entry['max_dims']} dimensions"
                 raise UsageError(
-                    f"[[optimizer.groups]] pattern: no trained parameter{of} matches {pattern!r}; the names are like "
+                    f"[[optimizer.groups]]: no trained parameter{of} matches the pattern {pattern!r}; the names are like "
                     f"{', '.join((names or list(trained))[:5])}, ..."
                 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -117,16 +119,22 @@ _left: set[str] = set()
 
 def import_from_here(module: str) -> ModuleType:
     """Import a module that the job names, also from the current directory: behind all that is installed, since others may be able
-    to write there. Raises ImportError where a module there has the name of an installed one."""
-    here, top = Path.cwd(), module.partition(".")[0]
+    to write there. Raises ImportError where an installed module has the name of one there."""
+    here = Path.cwd()
     if str(here) not in sys.path:
         sys.path[:] = [*(one for one in sys.path if one not in _left), str(here)]
         _left.add(str(here))
-    found = imported(module)
-    file = getattr(sys.modules.get(top), "__file__", None)
-    near = [one for one in (here / f"{top}.py", here / top / "__init__.py") if one.exists()]
-    if near and file is not None and not any(one.samefile(file) for one in near):
-        raise ImportError(
-            f"{near[0].name} in the current directory has the name of an installed module, {file}: rename it"
-        )
-    return found
+    near = here.joinpath(*module.split("."))
+    if near.with_suffix(".py").exists() or (near / "__init__.py").exists():
+        top = module.partition(".")[0]
+        with suppress(ValueError):  # of a module that was made by hand
+            spec = find_spec(top)
+            places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
+            are_here = [
+                Path(one).resolve().is_relative_to(here.resolve()) for one in places if one and one.startswith("/")
+            ]
+            if places and not any(are_here):
+                raise ImportError(
+                    f"{module} is in the current directory, but {top} is the module {places[0]}: rename it"
+                )
+    return imported(module)

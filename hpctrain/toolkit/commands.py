@@ -15,7 +15,7 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import is_own_directory, is_private, read_bytes, reading, replacing
+from hpctrain.base.safe_files import is_own_directory, read_bytes, reading, replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -34,7 +34,6 @@ __all__ = [
     "example",
     "hookimpl",
     "is_own_directory",
-    "is_private",
     "python_code",
     "python_module",
     "read_bytes",

@@ -9,6 +9,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.model.parameters import build_optimizer, parameter_groups
+from hpctrain.plugins.registry import build_registry
 from hpctrain.training.loading import export_pretrained
 from hpctrain.training.rank import run
 
@@ -17,6 +18,7 @@ __all__ = [
     "Parts",
     "RawJob",
     "build_optimizer",
+    "build_registry",
     "check",
     "export_pretrained",
     "parameter_groups",

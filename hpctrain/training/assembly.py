@@ -79,7 +79,7 @@ def complete(
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
-    refuse_impure_schedule(parts.schedule, feed.scheduled(feed.steps, job.schedule.unit))
+    refuse_impure_schedule(parts.schedule, job.scheduled_epochs or feed.steps)
     progress, guard = Progress(feed.steps), Guard(job.guard)
     meters = Meters(
         device, parts.precision, gather_values(identity.node), meshes.groups(),
@@ -107,7 +107,7 @@ def complete(
         report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
-        for sentence in changed_schedule(parts.schedule, progress, feed, job.schedule.unit):
+        for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
             report.say(f"schedule     {sentence}")
     if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
         report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; [model] "
@@ -119,18 +119,19 @@ def complete(
     return session
 
 
-def changed_schedule(schedule: Schedule, progress: Progress, feed: Feed, unit: str) -> list[str]:
+def changed_schedule(schedule: Schedule, progress: Progress, epochs: int | None) -> list[str]:
     """A sentence if the schedule spans other steps than before the resume, and its factor on lr is another one for that."""
-    if progress.steps_before is None or progress.done:
+    before, now, last = progress.steps_before, progress.steps, progress.step - 1
+    if before is None or before == now or progress.done:
         return []
-    all_steps = progress.steps_before, progress.steps, progress.step
-    before, now, last = (feed.scheduled(steps, unit) - one for steps, one in zip(all_steps, (0, 0, 1), strict=True))
+    if epochs is not None:
+        return [f"{schedule.name} spans {epochs} epochs, to step {now}; the run before was to end at step {before}"]
     places = range(min(before, now), 0, -max(1, min(before, now) // 1000))
     if all(schedule.factor(place - 1, before) == schedule.factor(place - 1, now) for place in places):
         return []
     was, is_now = (schedule.factor(last, steps) for steps in (before, now))
     return [
-        f"{schedule.name} spans {now} {unit}s now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
+        f"{schedule.name} spans {now} steps now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
         f"and is {is_now:.3g}"
     ]
 

@@ -113,10 +113,6 @@ class Feed:
         self._note_places()
         return 0.0 if self._places is None else float(self._places.epoch)
 
-    def scheduled(self, steps: int, unit: str) -> int:
-        """So many steps, or the epochs that they begin in a new run, as unit = "step" or "epoch" says."""
-        return steps if unit == "step" else math.ceil(self.epochs(steps * self.plan.samples_per_step) - 1e-9)
-
     def describe(self, epochs: float) -> str:
         """The data in a line. epochs: at the end of the run."""
         told = f"{self.samples:,} samples, {epochs:.2f} epochs" if self.samples else "unknown number of samples"

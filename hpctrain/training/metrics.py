@@ -148,12 +148,19 @@ class StepRow:
             **({"skipped": True} if self.skipped else {}),
             **self.of_guard,
         }
-        taken = [name for name in self.named_losses if name in row]
+        taken = [name for name in self.named_losses if name in row or name in _SOMETIMES]
         if taken:
             raise TrainingError(
                 f"the loss reports {taken[0]!r}, which is a key of each row; expected another name", everywhere=True
             )
         return {**row, **self.named_losses}
+
+
+_SOMETIMES = {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "straggler", "mfu", "model_flops_per_second",
+    "utilization", "watts", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
+}  # fmt: skip
+"""Keys that some rows have."""
 
 
 class OwnRow(TypedDict, total=False):

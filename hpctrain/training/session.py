@@ -71,9 +71,8 @@ class Session:
     @property
     def schedule_place(self) -> tuple[int, int]:
         """The place in the schedule, from 0, and its length: in steps or epochs, as [schedule] unit says."""
-        done, unit = self.progress, self.job.schedule.unit
-        place = done.step if unit == "step" else int(self.feed.epochs(done.samples_seen))
-        return place, self.feed.scheduled(done.steps, unit)
+        done, epochs = self.progress, self.job.scheduled_epochs
+        return (done.step, done.steps) if epochs is None else (int(self.feed.epochs(done.samples_seen)), epochs)
 
     @property
     def models(self) -> list[TrainedModel]:

@@ -24,7 +24,7 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
-from hpctrain.job.environment import cached_on_node, described, in_effect
+from hpctrain.job.environment import cached_on_node, described, in_effect, refuse_shared_caches
 from hpctrain.job.output_lock import OutputLock, put_back, set_aside
 from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import METRICS
@@ -186,6 +186,8 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
             )
             try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
+            if checked.job.compile.enabled:
+                refuse_shared_caches()
             if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
                 _say(identity, "compile", "with the kernels that an earlier start has made")
             try:

@@ -88,4 +88,4 @@ def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_told(job: Job
     job.tables["model"] = {"name": "numpy:model", "loss": "torch.nn.functional:mse_loss"}
     job.write()
     done = run(hpctrain("check", "job.toml"), job.directory)
-    assert done.code == 2 and "numpy.py in the current directory has the name of an installed module" in done.err, done
+    assert done.code == 2 and "numpy is in the current directory, but numpy is the module " in done.err, done

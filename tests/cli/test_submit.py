@@ -255,12 +255,16 @@ def test_options_of_another_person_s_directory_are_not_used(job: JobFile) -> Non
     (job.directory / "job.submitted.toml").write_text(
         "[scheduler.ray]\naddress = 'theirs:1'\n[plugins]\nblock = ['x']\n"
     )
+    job.directory.chmod(0o755)
     asked = Submitted(job.directory, Submission(target="ray", id="1"))
     assert asked.choice() == ({"address": "theirs:1"}, ["x"])
     for path in (job.directory, job.directory / "job.submitted.toml"):
         path.chmod(path.stat().st_mode | 0o022)
         assert asked.choice() == ({}, [])
         path.chmod(path.stat().st_mode & ~0o022)
+    (job.directory / "job.submitted.toml").chmod(0o664)  # as a umask of 002 makes it
+    job.directory.chmod(0o700)
+    assert asked.choice()[1] == ["x"]
 
 
 ODD = """

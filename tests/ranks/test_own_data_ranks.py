@@ -196,21 +196,26 @@ EPOCH = 55
 
 
 @functools.lru_cache
-def _plain_epochs(text: str, smaller: bool) -> list[Step]:
-    """A plain loop over epochs, as torch's DataLoader cuts them, with a learning rate that halves after each."""
+def _plain_epochs(text: str, smaller: bool, rates: tuple[float, ...]) -> list[Step]:
+    """A plain loop over epochs, as torch's DataLoader cuts them."""
     tables = json.loads(text)
     module, samples = module_of(tables, torch.float32), samples_of(tables)
     order = SampleOrder(EPOCH, tables["job"]["seed"], samples.fingerprint())
     optimizer = torch.optim.SGD(module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
     cuts = [(24 * n, min(24 * n + 24, EPOCH)) for n in range(3 if smaller else 2)]
-    places = [(epoch, *cut) for epoch in range(5) for cut in cuts][:8]
+    places = [(epoch, *cut) for epoch in range(4) for cut in cuts]
 
-    def loss_of(epoch: int, begin: int, end: int) -> torch.Tensor:
-        optimizer.param_groups[0]["lr"] = SGD["lr"] * 0.5**epoch
+    def loss_of(rate: float, epoch: int, begin: int, end: int) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = rate
         indices = order.at(EPOCH * epoch + begin, EPOCH * epoch + end)
         return gpt_loss(module, *stacked([samples[int(i)] for i in indices]))
 
-    return train_plainly(module, optimizer, (functools.partial(loss_of, *one) for one in places), SGD["clip_norm"])
+    return train_plainly(
+        module,
+        optimizer,
+        (functools.partial(loss_of, rate, *one) for rate, one in zip(rates, places, strict=True)),
+        SGD["clip_norm"],
+    )
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -218,13 +223,21 @@ def _plain_epochs(text: str, smaller: bool) -> list[Step]:
 def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops: bool) -> None:
     """Batches and learning rates by epochs, over a resume within the second one."""
     skip_unless_even(layout)
-    by_epoch = {"name": "step", "every": 1, "gamma": 0.5, "unit": "epoch"}
+    by_epoch = {"name": "linear", "unit": "epoch"}
     tables = job(
-        optimizer=SGD, job={"output_dir": str(root), "steps": 4}, dataset={"samples": EPOCH},
-        batch={"drop_last": drops}, schedule=by_epoch,
-    )  # fmt: skip
-    rows = train_here(tables).rows
-    rows += train_here({**tables, **layout, "job": {**tables["job"], "steps": 8}}).rows
-    compare(rows, _plain_epochs(json.dumps(tables), not drops), *BOUNDS["fp32"])
-    assert [row["tokens"] for row in rows] == [8 * n for n in ([24] * 8 if drops else [24, 24, 7] * 2 + [24, 24])]
-    assert [row["lr"] for row in rows] == [SGD["lr"] * 0.5 ** (step // (2 if drops else 3)) for step in range(8)]
+        optimizer=SGD,
+        job={"output_dir": str(root)},
+        dataset={"samples": EPOCH},
+        batch={"drop_last": drops},
+        schedule=by_epoch,
+    )
+    del tables["job"]["steps"]
+    rows = train_here(
+        {**tables, "job": {**tables["job"], "epochs": 1.5}, "schedule": {**by_epoch, "name": "constant"}}
+    ).rows
+    rows += train_here({**tables, **layout, "job": {**tables["job"], "epochs": 4}}).rows
+    per_epoch = 2 if drops else 3
+    expected = [SGD["lr"] * (1 if step < per_epoch + 1 else 1 - step // per_epoch / 3) for step in range(4 * per_epoch)]
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    assert [row["tokens"] for row in rows] == [8 * n for n in ([24] * 8 if drops else [24, 24, 7] * 4)]
+    compare(rows, _plain_epochs(json.dumps(tables), not drops, tuple(expected)), *BOUNDS["fp32"])

@@ -200,11 +200,11 @@ def test_sizes_have_units() -> None:
 
 def test_patterns_of_groups_that_match_nothing() -> None:
     (message,) = problems(optimizer={"groups": [{"pattern": ["*norm*", "lyers.*"], "weight_decay": 0.0}]})
-    assert "pattern: no trained parameter matches 'lyers.*'; the names are like token_embedding.weight, " in message
+    assert "no trained parameter matches the pattern 'lyers.*'; the names are like token_embedding.weight, " in message
     (message,) = problems(model={"freeze": ["head.*"]}, optimizer={"groups": [{"pattern": "head.*", "lr": 0.1}]})
-    assert "no trained parameter matches 'head.*'" in message
+    assert "no trained parameter matches the pattern 'head.*'" in message
     (message,) = problems(optimizer={"groups": [{"pattern": "head.*", "max_dims": 1, "lr": 0.1}]})
-    assert "no trained parameter of at most 1 dimensions matches 'head.*'" in message
+    assert "no trained parameter of at most max_dims = 1 dimensions matches the pattern 'head.*'" in message
     (message,) = problems(optimizer={"groups": [{"lr": 0.1}]})
     assert "expected pattern or max_dims, found neither" in message
 

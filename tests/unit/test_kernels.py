@@ -10,7 +10,8 @@ import pytest
 
 from hpctrain.base import torch_private
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.job.environment import cached_on_node
+from hpctrain.job import environment
+from hpctrain.job.environment import cached_on_node, refuse_shared_caches
 from hpctrain.training.kernels import _kept, load_kernels
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -50,8 +51,12 @@ def test_a_directory_that_others_can_write_is_not_used(
     with cached_on_node():
         assert {Path(os.environ[name]).parent for name in VARIABLES} == {home / "hpctrain" / "compilers"}
     home.chmod(0o777)  # somebody else could put another directory there
-    with pytest.raises(EnvironmentUnfitError, match="set TMPDIR to a directory of your own"), cached_on_node():
-        pass
+    with cached_on_node():
+        assert {Path(os.environ[name]).parent.parent for name in VARIABLES} == {Path("/tmp")}
+        refuse_shared_caches()
+        monkeypatch.setattr(environment, "_places", lambda: [home / "x", home / "y"])
+    with cached_on_node(), pytest.raises(EnvironmentUnfitError, match=r"\[compile\]: kernels are code, .* set TMPDIR"):
+        refuse_shared_caches()
 
 
 def test_a_cache_of_the_shell_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

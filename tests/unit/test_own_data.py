@@ -482,7 +482,9 @@ def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None
     told = (
         "loader       of the DataLoader are used the data set, collate_fn and num_workers = 1; its batch_size = 5 and "
     )
-    decided = "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True"
+    decided = (
+        "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True (see [batch] drop_last)"
+    )
     assert told + decided in capsys.readouterr().out
     assert Counter(line.split()[0] for line in Path("starts").read_text().splitlines()) == {"train": 1, "validation": 1}
     Path("starts").unlink()

@@ -818,7 +818,7 @@ def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[Hpc
 @pytest.mark.parametrize(
     ("data", "tables", "said"),
     [
-        (False, {"schedule": {"unit": "epoch"}}, r"\[schedule\] unit: .* stands for the loop's own data.* \"step\""),
+        (False, {"schedule": {"unit": "epoch"}}, r"\[schedule\] unit: \"epoch\" needs \[job\] epochs"),
         (False, {"evaluation": {"every_epochs": 1}}, r"\[evaluation\] every_epochs: .* stands for the loop's own data"),
         (
             True,
@@ -828,7 +828,7 @@ def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[Hpc
     ],
 )
 def test_what_a_loop_has_no_epochs_for(data: bool, tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said), looping(data=data, **tables) as loop:
+    with pytest.raises(HpctrainError, match=said), looping(data=data, **tables) as loop:
         trained(loop)
 
 

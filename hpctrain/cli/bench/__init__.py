@@ -1,4 +1,4 @@
-"""hpctrain bench: measures this machine and checkpoints on it; and parts that benchmarks of plugins share."""
+"""hpctrain bench: measures this machine; and parts that benchmarks of plugins share."""
 
 from __future__ import annotations
 
@@ -54,66 +54,6 @@ def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> N
 @click.group("bench", cls=OpenGroup)
 def command() -> None:
     """Benchmarks of this machine, and of jobs on it."""
-
-
-@command.command("checkpoint", epilog=example("hpctrain bench checkpoint --size 256MB --ranks 2"))
-@click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
-@click.option("--size", default="1GB", show_default=True, help="Bytes of the state over all ranks.")
-@click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format to measure.")
-@click.option(
-    "--directory", default=".", type=click.Path(path_type=Path, file_okay=False), help="Where to write (default: here)."
-)
-@click.option(
-    "--rounds",
-    default=5,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Rounds; medians and quartiles are printed.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
-    """Measure writing and reading a state, against plain files, torch.save and DCP.
-
-    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
-    """
-    from hpctrain.contracts.plugin import parse_bytes
-    from hpctrain.plugins.registry import build_registry
-
-    try:
-        nbytes = parse_bytes(size if not size.isdigit() else int(size))
-    except ValueError as error:
-        raise UsageError(f"--size {size}: {error}") from None
-    assert isinstance(nbytes, int)
-    if not directory.is_dir():
-        raise UsageError(f"--directory {directory}: there is no such directory")
-    format = next((one for one in build_registry().made("checkpoint") if one.name == name), None)
-    if format is None:
-        raise UsageError(f"--format {name}: no installed checkpoint format has this name")
-    from hpctrain.base.launcher_variables import launched
-
-    if not launched():
-        words = ["checkpoint", "--size", size, "--format", name, "--directory", str(directory), "--rounds", str(rounds)]
-        sys.exit(start_measuring(ranks, words, as_json))
-    import torch.distributed as dist
-
-    from hpctrain.cli.bench.checkpoint import measure
-    from hpctrain.ranks.json_collectives import broadcast_value
-
-    _meet()
-    made = tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""
-    scratch = broadcast_value(made)
-    try:
-        rows = measure(format, nbytes, Path(scratch), rounds)
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
-    if dist.get_rank() == 0:
-        lines = (
-            f"{row.operation:18} {row.method:12} {row.seconds:8.3f} s ({row.low:.3f} - {row.high:.3f}) "
-            f"{row.nbytes / row.seconds / 1e6:9,.0f} MB/s  x{row.ratio:.2f}"
-            for row in rows
-        )
-        tell_measured(rows, lines, as_json)
 
 
 @command.command("machine", epilog=example("hpctrain bench machine -n 4 --output machine.toml"))
@@ -173,14 +113,3 @@ def _meet_on_device() -> tuple[Any, str]:
     else:
         dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
     return device, identity.node
-
-
-def _meet() -> None:
-    """Join the other ranks over MPI, with one thread."""
-    import torch
-    import torch.distributed as dist
-
-    import hpctrain.mpi  # registers mpi4py and mpi://
-
-    torch.set_num_threads(1)
-    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")

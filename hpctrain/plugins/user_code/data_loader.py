@@ -55,7 +55,11 @@ def take_over(what: str, loader: DataLoader[Any]) -> TakenOver:
     if not isinstance(dataset, IterableDataset):
         _refuse_sampler(what, sampler, len(dataset))  # type: ignore[arg-type]
     order = "" if isinstance(dataset, IterableDataset) else f" and {type(sampler).__name__}"
-    unused = [f"{key} = {getattr(loader, key)}" for key, default in _UNUSED.items() if getattr(loader, key) != default]
+    unused = [
+        f"{key} = {getattr(loader, key)}" + " (see [batch] drop_last)" * (key == "drop_last")
+        for key, default in _UNUSED.items()
+        if getattr(loader, key) != default
+    ]
     custom = None if loader.collate_fn is default_collate else loader.collate_fn
     return TakenOver(
         dataset,

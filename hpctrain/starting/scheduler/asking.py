@@ -6,6 +6,7 @@ The directory may be another person's: no code that its job names is loaded.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,8 +69,11 @@ class Submitted:
 
     def _is_ours(self) -> bool:
         """Whether nobody else can have written which scheduler was asked, and how."""
-        places = (self.directory, self.directory / JOB_FILE)
-        return all(is_only_ours(one.lstat()) for one in places)
+        directory, file = self.directory.lstat(), (self.directory / JOB_FILE).lstat()
+        is_apart = (
+            not directory.st_mode & 0o077 and file.st_uid == os.geteuid()
+        )  # whatever the umask has made of the file
+        return is_only_ours(directory) and (is_apart or is_only_ours(file))
 
     @contextmanager
     def scheduler(self) -> Iterator[Scheduler]:
@@ -83,9 +87,7 @@ class Submitted:
     def choice(self) -> tuple[dict[str, Any], list[str]]:
         """The keys of the job that make its scheduler: the target's own options and [plugins] block. Raises UsageError."""
         tables = self._tables()
-        if (
-            not self._is_ours()
-        ):  # its options could name another person's cluster, and asking that would run what is there
+        if not self._is_ours():  # its options could name another person's cluster, whose answers may be code
             return {}, []
         plugins, targets = tables.get("plugins"), tables.get("scheduler")
         names = plugins.get("block") if isinstance(plugins, dict) else None
@@ -103,6 +105,11 @@ class Submitted:
             scheduler: Scheduler = registry.make(entry.cls, validate(entry.cls.Options, own))
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            if not self._is_ours():
+                raise UsageError(
+                    f"{self.directory}: others can write there, so that the options of its [scheduler.{target}] are not used, and "
+                    f"it needs some ({wrong}); ask as the run's owner, after `chmod go-w` of the directory and its {JOB_FILE}"
+                ) from None
             raise UsageError(
                 f"{self.directory / JOB_FILE}: [scheduler.{target}] does not fit the installed plugin: {wrong}"
             ) from None

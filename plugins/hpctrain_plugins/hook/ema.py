@@ -16,7 +16,9 @@ from hpctrain.api import Field, Hook, LiveModel, Options, Piece, Plan, PluginSta
 class EmaOptions(Options):
     decay: float = Field(default=0.999, gt=0, lt=1, description="what remains of the average at each update")
     every_steps: int = Field(default=1, ge=1, description="steps between updates")
-    warmup: bool = Field(default=False, description="begin with a smaller decay: (1 + n) / (10 + n) at the n-th update")
+    warmup: bool = Field(
+        default=False, description="begin with a smaller decay: (1 + n) / (10 + n) after n times every_steps"
+    )
     start_step: int = Field(default=0, ge=0, description="until this step the average is the weights themselves")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pickle
@@ -51,12 +52,19 @@ def run(
     flags = {"--verbose": verbose, "--gloo": use_gloo, "--mpi": use_mpi, "--disable-cache": disable_cache}
     words += [name for name, on in flags.items() if on]
     environment = dict(os.environ)
-    if executable in (None, sys.executable):  # another Python has a library of its own
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # the function's modules; another Python has a library of its own
+    paths = (
+        sys.path
+        if executable in (None, sys.executable)
+        else [sys.path[0], *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    )
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in [*paths, ""]))
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         directory = Path(name)
-        (directory / FUNCTION).write_bytes(_pickled((func, tuple(args), dict(kwargs or {}))))
-        task = python_module("hpctrain_horovod.runner.task", name, python=executable or sys.executable)
+        content = _pickled((func, tuple(args), dict(kwargs or {})))
+        (directory / FUNCTION).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        task = python_module("hpctrain_horovod.runner.task", name, digest, python=executable or sys.executable)
         command = python_module("hpctrain", "horovodrun", *words, *task)
         done = subprocess.run(command, env=environment)
         if done.returncode:

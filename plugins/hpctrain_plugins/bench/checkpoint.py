@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpctrain.cli.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, TorchSave
-from hpctrain.cli.bench.spread import spread
-from hpctrain.contracts.checkpoint import CheckpointFormat
-from hpctrain.contracts.pieces import Piece
+from hpctrain.api import CheckpointFormat, Piece
+from hpctrain.toolkit.commands import spread
+from hpctrain_plugins.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, TorchSave
 
 COLUMNS = 2048
 TENSOR_BYTES = 32 * 2**20

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.contracts.checkpoint import CheckpointFormat
-from hpctrain.contracts.pieces import Piece, State
+from hpctrain.api import CheckpointFormat, Piece, State
 
 
 class Method(ABC):
