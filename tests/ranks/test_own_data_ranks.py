@@ -235,7 +235,8 @@ def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops:
     rows = train_here(
         {**tables, "job": {**tables["job"], "epochs": 1.5}, "schedule": {**by_epoch, "name": "constant"}}
     ).rows
-    rows += train_here({**tables, **layout, "job": {**tables["job"], "epochs": 4}}).rows
+    tables["job"]["epochs"] = 4
+    rows += train_here({**tables, **layout}).rows
     per_epoch = 2 if drops else 3
     expected = [SGD["lr"] * (1 if step < per_epoch + 1 else 1 - step // per_epoch / 3) for step in range(4 * per_epoch)]
     assert [row["lr"] for row in rows] == pytest.approx(expected)

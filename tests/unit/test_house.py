@@ -32,10 +32,10 @@ PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml
 
 
 TOOLS = {"report", "profile", "bench", "convert", "commands"}
-BUDGETS = {"hpctrain": 44_770, "plugins/hpctrain_plugins": 11_090}
+BUDGETS = {"hpctrain": 44_524, "plugins/hpctrain_plugins": 11_075}
 """Lines of Python, of the plugins without TOOLS: what grows replaces something. Lower a number when you can, never raise one;
 28,000 and 11,000 are the goals."""
-WORDS = 139_600
+WORDS = 139_570
 """Of the pages; 75,000 are the goal."""
 
 
