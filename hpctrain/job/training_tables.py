@@ -86,7 +86,7 @@ class ScheduleTable(SlotTable):
     name: str = "constant"
     """A schedule plugin, or "package.module:callable"."""
     unit: Literal["step", "epoch"] = "step"
-    """What the schedule counts: optimizer steps, or the epochs of [job] epochs, in each of which the rate stays as it is."""
+    """Count optimizer steps, or the epochs of [job] epochs, in each of which the rate stays as it is."""
 
 
 class BatchTable(Table):
@@ -104,8 +104,8 @@ class BatchTable(Table):
     """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
     one length; each attends to itself alone."""
     drop_last: bool | None = None
-    """What an epoch ends with if global batches don't divide it: true drops the rest, false makes a smaller batch of it, as torch's
-    DataLoader does (default: the next epoch's samples fill it)."""
+    """End each epoch with its own samples where global batches don't divide it: true drops the rest, false makes a smaller batch of
+    it, as torch's DataLoader does (default: the next epoch's samples fill it)."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 

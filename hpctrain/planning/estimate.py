@@ -14,7 +14,7 @@ _HIDDEN_BEHIND = 2 / 3
 _LEAST_HIDDEN = 1 / 3
 _OVERLAPPED = ("reduce_scatter", "all_reduce", "all_gather")
 _SHARES, _MEASURED, _GUESSED = 1.3, 1.25, 2.0
-"""By which factor a time may be wrong: kernels of other shapes reach other shares of what they could; seconds that were measured;
+"""Factors by which a time may be wrong: kernels of other shapes reach other shares of what they could; seconds that were measured;
 those that are guessed."""
 
 

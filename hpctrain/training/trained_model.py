@@ -71,7 +71,7 @@ class TrainedModel:
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
         self._has_forwarded, self.refreshed, self.device = False, 0, device
         self.remark = ""
-        """What a user should know of the loss, once it was tried in the first forward."""
+        """A sentence for the user about the loss, once it was tried in the first forward."""
         self.is_tried = False
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}

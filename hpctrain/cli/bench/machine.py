@@ -24,9 +24,9 @@ from hpctrain.training.rank import run
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROUNDS = 7
 _LAYERS, _WIDTH, _STEPS = 16, 8, 60
-"""Of a model whose step is the trainer's own time and that of its operators."""
+"""The size of a model whose step is the trainer's own time and that of its operators."""
 _SECONDS: list[float] = []
-"""Of its steps."""
+"""Times of its steps."""
 _LARGE = 64 * 2**20
 """Bytes of a collective whose latency does not count."""
 

@@ -38,7 +38,7 @@ _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def loopback() -> Finding | None:
-    """What keeps processes of this node from reaching each other by TCP."""
+    """A finding if processes of this node can't reach each other by TCP."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
