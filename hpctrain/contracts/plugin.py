@@ -169,12 +169,12 @@ def broken(plugin: Plugin | type[Plugin], found: str, expected: str, everywhere:
     return ContractError(f"{named(plugin)} {found}, expected {expected}", everywhere=everywhere)
 
 
-def named(plugin: Plugin | type[Plugin]) -> str:
-    """The plugin with its class, distribution and version; a user's own callable only with its reference."""
+def named(plugin: Plugin | type[Plugin], with_version: bool = True) -> str:
+    """The plugin with its class, distribution and version (it takes a third of a second); a user's callable with its reference."""
     cls = plugin if isinstance(plugin, type) else type(plugin)
     if cls.__module__.startswith(_FOREIGN):
         return f"{plugin.name!r}"
     package = cls.__module__.partition(".")[0]
-    found = importlib.metadata.packages_distributions().get(package, ())
+    found = importlib.metadata.packages_distributions().get(package, ()) if with_version else ()
     version = "".join(f", {name} {importlib.metadata.version(name)}" for name in found[:1])
     return f"the plugin {plugin.name!r} ({cls.__module__}:{cls.__qualname__}{version})"

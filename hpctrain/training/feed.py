@@ -145,7 +145,7 @@ class Feed:
         assert isinstance(self._training, Stream)
         reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
         collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
-        batches = TrainedStream(self._training, collate, self._job.job.seed, reading, named(self._parts.dataset))
+        batches = TrainedStream(self._training, collate, self._job.job.seed, reading, named(self._parts.dataset, False))
         return Pool(batches, self._places.workers, table.prefetch, table.start_method)
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
@@ -227,7 +227,7 @@ def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
     collate, table, workers = make_collation(job, parts, source), job.dataset, workers_of(job, source)
     if isinstance(source, Stream):
         return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
-    batches = Batches(source, collate, job.job.seed, named(parts.dataset))
+    batches = Batches(source, collate, job.job.seed, named(parts.dataset, with_version=False))
     return Pool(batches, workers, table.prefetch, table.start_method)
 
 
