@@ -29,6 +29,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_model_problems(job, parts, plan),
         *_axis_problems(job, parts),
         *_dataset_problems(job),
+        *_epoch_problems(job, parts),
         *_token_problems(job, parts),
         *_compile_problems(job),
         *comparison_problems(
@@ -167,16 +168,6 @@ def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
         if other != name:
             why = f"its mesh axis {plugin.traits.axis} is that of {other}; expected a name of its own"
             problems.append(PlacedProblem(axis, f"{dotted(axis)}: {why}"))
-    if job.schedule.unit == "epoch" and job.job.epochs is None:
-        why = '"epoch" needs [job] epochs, which say how long the schedule is; give these instead of steps, or leave it out'
-        problems.append(PlacedProblem(("schedule", "unit"), f"[schedule] unit: {why}"))
-    if job.batch.drop_last is False and job.model.sync_batch_norm:
-        why = "an epoch's last batch may leave a rank without samples, and batch norms take means over all; use true"
-        problems.append(PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}, or leave it out"))
-    one_shape = axis_of_one_shape(job, parts)
-    if job.batch.drop_last is False and one_shape is not None:
-        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller; use true, or leave it out"
-        problems.append(PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}"))
     return [*problems, *_head_problems(job, parts), *_own_parameter_problems(job, parts)]
 
 
@@ -252,6 +243,22 @@ def _dataset_problems(job: Job) -> list[PlacedProblem]:
     if not problems and table.collate is not None and job.batch.tokens is not None:
         why = "batches by tokens are padded by hpctrain; use [batch] global_size and micro_size, or leave it out"
         problems.append(PlacedProblem(("dataset", "collate"), f"[dataset] collate: {why}"))
+    return problems
+
+
+def _epoch_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
+    """Schedules by epoch without epochs, and smaller last batches where all must be of one shape."""
+    problems: list[PlacedProblem] = []
+    if job.schedule.unit == "epoch" and job.job.epochs is None:
+        why = '"epoch" needs [job] epochs, which say how long the schedule is; give these instead of steps, or leave it out'
+        problems.append(PlacedProblem(("schedule", "unit"), f"[schedule] unit: {why}"))
+    if job.batch.drop_last is False and job.model.sync_batch_norm:
+        why = "an epoch's last batch may leave a rank without samples, and batch norms take means over all; use true"
+        problems.append(PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}, or leave it out"))
+    one_shape = axis_of_one_shape(job, parts)
+    if job.batch.drop_last is False and one_shape is not None:
+        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller; use true, or leave it out"
+        problems.append(PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}"))
     return problems
 
 

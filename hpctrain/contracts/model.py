@@ -41,6 +41,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return type(value)(map_tensors(function, inner) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
+def trained_loss(found: Tensor | Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+    """The part of what `ModelSpec.loss` gave that is trained: of names with "loss" that one."""
+    return found["loss"] if isinstance(found, Mapping) and "loss" in found else found
+
+
 class ModelSpec(Plugin):
     """A model, as the trainer needs to know it. Parameter names are those of the module that `build` returns."""
 

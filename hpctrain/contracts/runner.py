@@ -16,7 +16,7 @@ from hpctrain.base.devices import seed_draws
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import versions
-from hpctrain.contracts.model import Batch, ModelSpec, tensors_in
+from hpctrain.contracts.model import Batch, ModelSpec, tensors_in, trained_loss
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.sharding import ShardedModel
@@ -108,18 +108,15 @@ class RunnerParts:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
         with self.target_kept(micro.batch, "loss"):
             found = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
-            figures = self.spec.figures(outputs, micro.batch)
-        if isinstance(found, Mapping) and "loss" in found:
-            figures = {
-                **figures,
-                **{name: self._scalar(one, f" {name!r}") for name, one in found.items() if name != "loss"},
-            }
-            found = found["loss"]
-        losses = found if isinstance(found, Mapping) else {}
+            figures = dict(self.spec.figures(outputs, micro.batch))
+        trained = trained_loss(found)
+        if isinstance(found, Mapping) and trained is not found:
+            figures |= {name: self._scalar(one, f" {name!r}") for name, one in found.items() if name != "loss"}
+        losses = trained if isinstance(trained, Mapping) else {}
         losses = {f"loss_{name}": self._scalar(loss, f" {name!r}") for name, loss in losses.items()}
         if micro.counts:
             self.named({**losses, **figures})
-        whole = torch.stack(list(losses.values())).sum() if losses else self._scalar(found, "")
+        whole = torch.stack(list(losses.values())).sum() if losses else self._scalar(trained, "")
         return whole if micro.counts else whole * 0
 
     def _scalar(self, loss: object, which: str) -> Tensor:

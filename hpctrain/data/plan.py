@@ -53,11 +53,9 @@ class BatchPlan:
 
     def steps_between(self, begin: int, end: int) -> int:
         """The number of global batches from a position of the order to another; one that goes beyond it does not count."""
-        if self.epoch is None:
+        if self.epoch is None or end < begin + -begin % self.epoch:
             return max(0, end - begin) // self.global_size
         rest = -begin % self.epoch
-        if end < begin + rest:
-            return max(0, end - begin) // self.global_size
         epochs, more = divmod(end - begin - rest, self.epoch)
         return self._steps_of(rest) + epochs * self._steps_of(self.epoch) + more // self.global_size
 
@@ -124,11 +122,6 @@ class BatchPlan:
     def __str__(self) -> str:
         ranks = f"{self.ranks} data-parallel rank{'s' * (self.ranks > 1)}"
         micro_batches = f"{self.micro_batches} micro batch{'es' * (self.micro_batches > 1)}"
-        last = (
-            ""
-            if self.epoch is None
-            else ", an epoch's rest dropped"
-            if self.drops
-            else ", an epoch's last batch smaller"
-        )
+        end = "rest dropped" if self.drops else "last batch smaller"
+        last = "" if self.epoch is None else f", an epoch's {end}"
         return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}{last}"

@@ -80,7 +80,7 @@ class Steps:
             one.note_rates()
         rates = [one.rates_state() for one in trained.values() if not one.follows_schedule]
         self._reads = has_data(of[first].job)
-        self.session = complete(start, of[first], trained[first].model, further, [*states, *rates], self._reads)
+        self.session = complete(start, of[first], trained[first].model, further, [*states, *rates], self._reads, first)
         for name, one in trained.items():
             job, parts = of[name].job, of[name].parts
             guard = self.session.guard if name == first else Guard(job.guard)
@@ -89,15 +89,12 @@ class Steps:
             for checked in of.values():
                 refuse_epochs(checked.job, STREAM)
         self._restore_rates()
-        self._replicas = [
-            Replicas(
-                one.model.module, one.model.meshes, start.world.identity, of[name].job.guard.replica_check_every, name
-            )
-            for name, one in trained.items()
-            if not of[name].parts.sharding.ranks_diverge
-        ]
-        for replicas in self._replicas:
-            replicas.exist()
+        self._replicas = [] if self.session.replicas is None else [self.session.replicas]
+        for name, model in further.items():
+            if not of[name].parts.sharding.ranks_diverge:
+                every, identity = of[name].job.guard.replica_check_every, start.world.identity
+                self._replicas.append(Replicas(model.module, model.meshes, identity, every, name))
+                self._replicas[-1].exist()
         updates.name(trained.values())
         self.micro_batches, self.is_last = 1, True
         self.stopped = self.is_interrupted = False

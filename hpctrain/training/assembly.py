@@ -67,11 +67,12 @@ def complete(
     further: Mapping[str, TrainedModel] | None = None,
     states: Sequence[PluginState] = (),
     reads: bool = True,
+    name: str | None = None,
 ) -> Session:
     """The session of a model: opens the data, restores a checkpoint. Collective.
 
     further: other models of a program, by their names. states: what it keeps in checkpoints itself. reads: whether it takes the
-    job's data.
+    job's data. name: of the model among others.
     """
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     hooks, layout, meshes = start.hooks, layout_of(job, parts, identity.size), model.meshes
@@ -92,7 +93,8 @@ def complete(
         job, parts, identity, device, layout, hooks, report, model, feed,
         store=open_store(job, parts, device),
         guard=guard,
-        replicas=None if parts.sharding.ranks_diverge else Replicas(model.module, meshes, identity, job.guard.replica_check_every),
+        replicas=None if parts.sharding.ranks_diverge else Replicas(
+            model.module, meshes, identity, job.guard.replica_check_every, name),
         deadline=deadline_of(job.job.time_limit, start.begin, identity),
         states=[*guard.state(), *told, *states],
         progress=progress, queries=start.queries,

@@ -156,13 +156,6 @@ class StepRow:
         return {**row, **self.named_losses}
 
 
-_SOMETIMES = {
-    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "straggler", "mfu", "model_flops_per_second",
-    "utilization", "watts", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
-}  # fmt: skip
-"""Keys that some rows have."""
-
-
 class OwnRow(TypedDict, total=False):
     """The keys of a step's row that rank 0 adds of its own. Hooks don't see them."""
 
@@ -184,6 +177,12 @@ class OwnRow(TypedDict, total=False):
 
     bytes_per_second: Mapping[str, float]
     """The bandwidth that rank 0's operations on an axis achieved: bytes of their input to their running time."""
+
+
+_SOMETIMES = {*OwnRow.__annotations__, *MeasuredRow.__annotations__} - {"memory"} | {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks"
+}  # fmt: skip
+"""Keys that some rows have."""
 
 
 @dataclass(frozen=True)

@@ -566,9 +566,15 @@ def parts(outputs: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor
     return {"size": outputs.abs().mean(1), "fit": 0.1 * squares(outputs, target)}
 
 
+def beside(outputs: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A sum that is reported only."""
+    return {"loss": (outputs - target).square().mean(), "squares": squares(outputs, target)}
+
+
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
+        (beside, None),
         (squares, "the loss of"),
         (parts, "the loss 'fit' of"),
         (torch.nn.MSELoss(reduction="sum"), "the loss of"),

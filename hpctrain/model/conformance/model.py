@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.devices import forked_random_state
-from hpctrain.contracts.model import Batch, MetaModel, ModelSpec
+from hpctrain.contracts.model import Batch, MetaModel, ModelSpec, trained_loss
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.plugin import Plugin, broken
 from hpctrain.plugins.user_code.model import UserModel
@@ -157,7 +157,7 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
         tried = spec.apart() if isinstance(spec, UserModel) else spec
         once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
         with torch.no_grad(), forked_random_state(device):
-            single, double = (_by_name(tried.loss(*one)) for one in (once, twice))
+            single, double = (_by_name(trained_loss(tried.loss(*one))) for one in (once, twice))
             counts = spec.count(once[1]), spec.count(twice[1])
     except Exception:  # a loss may need outputs of a kind, or all rows
         return ""
