@@ -36,8 +36,6 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 """A context in which torch's operators bypass the caller's dispatch modes, which must not see a collective's arithmetic."""
 
 # what torch.distributions draws gamma, beta and Dirichlet numbers with
-standard_gamma: Callable[..., Tensor] = torch._standard_gamma
-sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
 get_layout = torch.serialization._get_layout
 """The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.restricted_pickle` allows."""
 
