@@ -16,8 +16,7 @@ from hpctrain.base.errors import (
     reason,
 )
 from hpctrain.base.safe_files import is_own_directory, read_bytes, reading, replacing
-from hpctrain.cli.bench import start_measuring, tell_measured
-from hpctrain.cli.bench.spread import Spread, spread
+from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
@@ -28,7 +27,7 @@ __all__ = [
     "EXIT_TRAINING",
     "EXIT_USAGE",
     "EnvironmentUnfitError",
-    "Spread",
+    "OpenGroup",
     "UsageError",
     "escaped",
     "example",
@@ -41,7 +40,4 @@ __all__ = [
     "reason",
     "replacing",
     "set_option",
-    "spread",
-    "start_measuring",
-    "tell_measured",
 ]

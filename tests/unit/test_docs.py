@@ -22,9 +22,15 @@ from hpctrain.plugins.slots import SLOTS
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = "https://github.com/hpctrain/hpctrain/blob/main/"
 """The address of files outside of docs/, which the site does not have."""
-PLUGINS = ROOT / "plugins" / "hpctrain_plugins"
+PLUGINS, TOOLS = ROOT / "plugins" / "hpctrain_plugins", ROOT / "plugins" / "hpctrain_tools"
 DISTRIBUTIONS = [path.parent / "README.md" for path in (ROOT / "plugins").glob("*/pyproject.toml")]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *PLUGINS.glob("*/README.md"), *DISTRIBUTIONS]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("**/*.md"),
+    *PLUGINS.glob("*/README.md"),
+    *TOOLS.glob("*/README.md"),
+    *DISTRIBUTIONS,
+]
 
 
 def without_code(page: Path) -> str:
@@ -51,7 +57,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_every_slot_has_a_readme_that_names_its_plugins(slot: str) -> None:
-    page = PLUGINS / slot / "README.md"
+    page = next((TOOLS if (TOOLS / slot).is_dir() else PLUGINS).glob(f"{slot}/README.md"), PLUGINS / slot / "README.md")
     assert page.is_file(), f"{page} is missing: write what the slot decides, its plugins, its contract, how to add one"
     text = page.read_text()
     entries = build_registry().entries
