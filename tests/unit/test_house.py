@@ -31,10 +31,10 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 38_400, "plugins/hpctrain_plugins": 10_950}
+BUDGETS = {"hpctrain": 38_400, "plugins/hpctrain_plugins": 10_947}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
-WORDS = 139_570
-"""Of the pages; 75,000 are the goal."""
+WORDS = 104_960
+"""Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 
 def hooks() -> list[str]:
@@ -57,7 +57,13 @@ def test_a_package_keeps_its_budget(package: str) -> None:
 
 
 def test_the_pages_keep_their_budget() -> None:
-    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "plugins").glob("*/README.md")]
+    docs = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reference"]  # made with the site
+    pages = [
+        *docs,
+        *ROOT.glob("*.md"),
+        *(ROOT / "plugins").glob("*/README.md"),
+        *(ROOT / "plugins").glob("*/*/README.md"),
+    ]
     assert sum(len(page.read_text().split()) for page in pages) <= WORDS
 
 
