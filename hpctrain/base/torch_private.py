@@ -336,3 +336,15 @@ def load_kernels(content: bytes) -> bool:
     else:
         importlib.import_module("torch._dynamo")
     return torch.compiler.load_cache_artifacts(content) is not None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def operator_of(overload: Any) -> tuple[Any, str]:
+    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
+    return overload._overloadpacket, str(overload._opname)

@@ -1,4 +1,4 @@
-"""torch's private names are used in four files of hpctrain/base only, and the installed torch has them."""
+"""torch's private names are used in four files only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from hpctrain.base import torch_groups, torch_private
 
 ROOT = Path(__file__).parent.parent.parent
 HOMES = [
-    ROOT / "hpctrain" / "base" / name
-    for name in ("torch_private.py", "torch_groups.py", "torch_attention.py", "torch_fake.py")
+    *(ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_groups.py", "torch_attention.py")),
+    ROOT / "plugins" / "hpctrain_tools" / "plan" / "torch_fake.py",
 ]
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.torch_fake import (
+from hpctrain.base.torch_private import operator_of
+from hpctrain_tools.plan.torch_fake import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
     PLAIN_ATTENTION,
@@ -22,7 +23,6 @@ from hpctrain.base.torch_fake import (
     autocast_operators,
     implement,
     kind_of,
-    operator_of,
     without_autocast,
 )
 

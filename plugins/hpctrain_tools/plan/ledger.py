@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.base.torch_fake import local_tensors, storage_number
+from hpctrain_tools.plan.torch_fake import local_tensors, storage_number
 
 _BLOCK = 512
 """Bytes to which torch's allocators of accelerators round."""

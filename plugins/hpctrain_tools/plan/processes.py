@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, reason
-from hpctrain.base.torch_fake import needs_values
 from hpctrain.checking.check import CheckedJob
 from hpctrain.model.mesh import Layout, layout_of
 from hpctrain_tools.plan.accelerator import planned_accelerator
 from hpctrain_tools.plan.messages import Queue, messages_over
 from hpctrain_tools.plan.rank_plan import RankPlan
 from hpctrain_tools.plan.simulation import plan_rank
+from hpctrain_tools.plan.torch_fake import needs_values
 
 
 def plan_ranks(

@@ -17,19 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hpctrain.base.flops import operator_flops
-from hpctrain.base.torch_fake import (
-    ASKS_DEVICE,
-    PINS,
-    READS_A_NUMBER,
-    WAITS,
-    is_fake,
-    kind_of,
-    local_tensors,
-    operator_of,
-)
-from hpctrain.base.torch_private import TorchDispatchMode
+from hpctrain.base.torch_private import TorchDispatchMode, is_fake, operator_of
 from hpctrain.contracts.model import tensors_in
 from hpctrain_tools.plan.ledger import Ledger, Origin
+from hpctrain_tools.plan.torch_fake import ASKS_DEVICE, PINS, READS_A_NUMBER, WAITS, kind_of, local_tensors
 
 _STORAGE: Any = torch.UntypedStorage
 

@@ -1,6 +1,6 @@
 """torch's private names around tensors without values: torch's fake ones, and a device that has no memory.
 
-A plan computes on such a device (hpctrain/planning). As in torch_private.py, torch may change these names without notice.
+A plan computes on such a device. As in hpctrain/base/torch_private.py, torch may change these names without notice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ _IN_PLACE = ("aten._fused_sgd_", "aten._fused_adagrad_")
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACES: dict[tuple[Any, ...], int] = {}
 """Bytes by the shapes and the other arguments of a recurrent layer."""
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -99,11 +92,6 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 def storage_number(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has as long as this one lives."""
     return int(storage._cdata)
-
-
-def operator_of(overload: Any) -> tuple[Any, str]:
-    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
-    return overload._overloadpacket, str(overload._opname)
 
 
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default

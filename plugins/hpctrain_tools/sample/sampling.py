@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import UsageError
+from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.dataset import TextDataset
-from hpctrain.contracts.model import Batch
+from hpctrain.contracts.model import Batch, TokenModel
+from hpctrain.contracts.plugin import Machine
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
-from hpctrain.ranks.json_collectives import gather_values
+from hpctrain.job.tables import Job
+from hpctrain.model.mesh import build_meshes, layout_of
+from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.ranks.json_collectives import gather_values, world_group
+from hpctrain.ranks.meeting import World
 from hpctrain.training.trained_model import TrainedModel
 
 _ROUNDING = 0.005
@@ -32,6 +40,27 @@ class Prompt:
     temperature: float
     top_k: int | None
     seed: int
+
+
+def sample(
+    prompt: Prompt,
+    say: Callable[[str], None],
+    checkpoint: Path,
+    kept_by: str | None,
+    checked: CheckedJob,
+    world: World,
+    device: torch.device,
+    hooks: LifeCycle,
+) -> dict[str, Any]:
+    """The `text` behind a prompt, by a checkpoint's weights, or those that the plugin `kept_by` keeps. Collective, equal on all
+    ranks. say: is told what is added."""
+    job, parts = _with_whole_samples(checked.job, checked.parts)
+    refuse_machine(job, parts, Machine(world.identity, device), checked.registry)
+    meshes = build_meshes(layout_of(job, parts, world.identity.size), device)
+    dataset = text_dataset(parts)
+    model = TrainedModel(job, parts, meshes, world.identity.node, device, hooks)
+    model.load(checkpoint, world_group(), kept_by)
+    return {"text": continue_text(model, dataset, _length(job, parts), prompt, device, say)}
 
 
 def text_dataset(parts: Parts) -> TextDataset:
@@ -126,3 +155,19 @@ def _drawn(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
     if prompt.top_k is not None and prompt.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(prompt.top_k).values[-1], -torch.inf)
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+
+
+def _with_whole_samples(job: Job, parts: Parts) -> tuple[Job, Parts]:
+    """The job without axes that cut samples: one text that grows has no parts."""
+    kept = {name: axis for name, axis in parts.parallelism.items() if not axis.traits.cuts_samples}
+    tables = {name: table for name, table in job.parallelism.items() if name in kept or name not in parts.parallelism}
+    return job.model_copy(update={"parallelism": tables}), replace(parts, parallelism=kept)
+
+
+def _length(job: Job, parts: Parts) -> int:
+    """Tokens of a sample in training."""
+    longest = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else None
+    length = job.dataset.seq_length or longest
+    if length is None:
+        raise UsageError("sample needs the length of a sample; give [dataset] seq_length", everywhere=True)
+    return length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from hpctrain.cli.options import checkpoint_option, example, job_arguments, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
+from hpctrain.toolkit.commands import hookimpl
 
 
 @click.command(
@@ -36,10 +38,10 @@ def command(
     """
 
     def work(*rank: Any) -> int:
+        from hpctrain.checkpoint.directory import behind_name
         from hpctrain.ranks.prints import own
-        from hpctrain.training.inference import Question
         from hpctrain.training.rank import answer_on_rank
-        from hpctrain.training.sampling import Prompt
+        from hpctrain_tools.sample.sampling import Prompt, sample
 
         identity, read, channel = rank
         speaks = identity.rank == 0
@@ -49,8 +51,8 @@ def command(
                 click.echo(text, file=own(sys.stdout), nl=False)
 
         asked = Prompt(prompt, tokens, temperature, top_k, seed)
-        question = Question(checkpoint, kept_by=weights_of, prompt=asked, say=say)
-        code = int(answer_on_rank(identity, read, question, channel)["exit_code"])
+        answer = partial(sample, asked, say, behind_name(checkpoint), weights_of)
+        code = int(answer_on_rank(identity, read, answer, channel)["exit_code"])
         say("\n")
         return code
 
@@ -59,3 +61,8 @@ def command(
     words += ["--top-k", str(top_k)] if top_k is not None else []
     words += ["--weights-of", weights_of] if weights_of else []
     return on_ranks("sample", job, ranks, overrides, words, started_by, work)[0]
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command
