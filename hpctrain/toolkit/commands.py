@@ -15,7 +15,17 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import is_own_directory, read_bytes, reading, replacing
+from hpctrain.base.safe_files import (
+    closed_directory,
+    is_only_ours,
+    is_own_directory,
+    own_directory,
+    read_bytes,
+    reading,
+    replacing,
+    scratch_directory,
+    temporary_place,
+)
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -30,18 +40,23 @@ __all__ = [
     "EnvironmentUnfitError",
     "Spread",
     "UsageError",
+    "closed_directory",
     "escaped",
     "example",
     "hookimpl",
+    "is_only_ours",
     "is_own_directory",
+    "own_directory",
     "python_code",
     "python_module",
     "read_bytes",
     "reading",
     "reason",
     "replacing",
+    "scratch_directory",
     "set_option",
     "spread",
     "start_measuring",
     "tell_measured",
+    "temporary_place",
 ]

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 
 from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
+from hpctrain.base.safe_files import scratch_directory
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
 
@@ -80,13 +80,10 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
     from hpctrain.cli.bench.machine import measure, train_small
     from hpctrain.ranks.json_collectives import broadcast_value
 
-    directory = tempfile.mkdtemp(prefix="hpctrain-bench-")
-    try:
+    with scratch_directory("bench-") as directory:
         small = train_small(f"{directory}/run")
         device, node = _meet_on_device()
-        first = broadcast_value(directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        first = broadcast_value(str(directory))
     shutil.rmtree(first, ignore_errors=True)  # on each node
     found = measure(device, node, small)
     if dist.get_rank() == 0:

@@ -7,16 +7,16 @@ that never returns.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.base.safe_files import closed_directory
 from hpctrain.ranks.starter_directory import PIPE, sweep
 
 _SIGNAL = signal.SIGUSR2
@@ -30,9 +30,11 @@ _directories: dict[Path, int] = {}
 
 
 def new_directory() -> Path:
-    """A directory for the files of one pool's workers."""
+    """A directory for the files of one pool's workers, which are about to start."""
+    # an abstract socket, which Python before 3.10.9 and 3.11.1 gives a fork server, is open to all users (CVE-2022-42919)
+    multiprocessing.util.abstract_sockets_supported = False
     sweep("hpctrain-workers-*")
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-workers-"))
+    directory = closed_directory("workers-")
     os.mkfifo(directory / PIPE)
     _directories[directory] = os.open(directory / PIPE, os.O_RDWR)
     return directory

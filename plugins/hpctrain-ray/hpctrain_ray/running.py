@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli_w
 
 from hpctrain.api import Job, UsageError
-from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, scratch_directory
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
@@ -161,8 +160,8 @@ def _job_file(job: Job | Mapping[str, Any] | str | Path) -> Iterator[tuple[Path,
             f"hpctrain_ray.run: the job's tables hold a value that other processes can't get ({error}); expected plain values: "
             'name a function or a class as "package.module:name"'
         ) from None
-    with TemporaryDirectory(prefix="hpctrain-ray-") as directory:
-        path = Path(directory, "job.toml")
+    with scratch_directory("job-") as directory:
+        path = directory / "job.toml"
         path.write_text(text)
         yield path, True
 
