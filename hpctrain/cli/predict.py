@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
@@ -39,7 +39,7 @@ def command(
         identity, read, channel = rank
         result = answer_on_rank(identity, read, Question(checkpoint, split, out, weights_of), channel)  # type: ignore[arg-type]
         if identity.rank == 0:
-            click.echo(f"{out}: {tuple(result['shape'])} {result['dtype']}")
+            say(f"{out}: {tuple(result['shape'])} {result['dtype']}")
         return int(result["exit_code"])
 
     of = ["--weights-of", weights_of] if weights_of else []

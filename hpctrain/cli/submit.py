@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import example, set_option
+from hpctrain.cli.options import example, say, set_option
 
 
 @click.command("submit", epilog=example("hpctrain submit job.toml --to slurm --nodes 2 --ranks-per-node 4 --time 2h"))
@@ -38,7 +38,7 @@ def command(
     prepared = prepare(SubmitOptions(job, overrides, to, given, array))
     if dry_run:
         for script in scripts(prepared, after):
-            click.echo(script, nl=False)
+            say(script, nl=False)
         return
     ids = submit(prepared, after)
-    click.echo(f"submitted    {prepared.target} job {' '.join(ids)}, in {prepared.directory}")
+    say(f"submitted    {prepared.target} job {' '.join(ids)}, in {prepared.directory}")

@@ -28,7 +28,7 @@ from hpctrain.base.safe_files import (
 )
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
-from hpctrain.cli.options import example, set_option
+from hpctrain.cli.options import example, say, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "reading",
     "reason",
     "replacing",
+    "say",
     "scratch_directory",
     "set_option",
     "spread",

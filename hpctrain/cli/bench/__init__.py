@@ -17,7 +17,7 @@ from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 _TIME_LIMIT = 900
 
@@ -45,10 +45,10 @@ def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
 def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
     """Print rows (dataclasses) as JSON, or as `lines`."""
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        say(json.dumps([asdict(row) for row in rows], indent=2))
         return
     for line in lines:
-        click.echo(line)
+        say(line)
 
 
 @click.group("bench", cls=OpenGroup)
@@ -90,7 +90,7 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
         text = tomli_w.dumps({"machine": found})
         if output is not None:
             output.write_text(text)
-        click.echo(json.dumps(found) if as_json else text, nl=False)
+        say(json.dumps(found) if as_json else text, nl=False)
 
 
 def _meet_on_device() -> tuple[Any, str]:

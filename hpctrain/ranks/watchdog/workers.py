@@ -7,7 +7,7 @@ that never returns.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing.util
+import multiprocessing
 import os
 import shutil
 import signal
@@ -30,9 +30,7 @@ _directories: dict[Path, int] = {}
 
 
 def new_directory() -> Path:
-    """A directory for the files of one pool's workers, which are about to start."""
-    # an abstract socket, which Python before 3.10.9 and 3.11.1 gives a fork server, is open to all users (CVE-2022-42919)
-    multiprocessing.util.abstract_sockets_supported = False
+    """A directory for the files of one pool's workers."""
     sweep("hpctrain-workers-*")
     directory = closed_directory("workers-")
     os.mkfifo(directory / PIPE)
