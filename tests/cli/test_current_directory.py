@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from launching import hpctrain, run
 
 from hpctrain.base.child_python import python_code, python_module
 
-ROOT = Path(__file__).parent.parent.parent
 NAMES = (
     "numpy",
     "torch",
@@ -74,17 +72,6 @@ def test_a_child_has_the_words_and_not_the_directory(tmp_path: Path) -> None:
             words = python_module("json.tool", "--help", python=python)
             done = subprocess.run(words, cwd=tmp_path, env=os.environ | more, capture_output=True, text=True)
             assert done.returncode == 0 and "usage:" in done.stdout, done
-
-
-def test_all_children_are_started_so() -> None:
-    """Python's -m and -c stand in one file only."""
-    for path in [
-        *ROOT.glob("hpctrain/**/*.py"),
-        *ROOT.glob("plugins/*/hpctrain_*/**/*.py"),
-        *ROOT.glob("plugins/hpctrain_plugins/**/*.py"),
-    ]:
-        if path.name != "child_python.py":
-            assert not re.search(r'sys\.executable,\s*"-[mc]"', path.read_text()), path
 
 
 def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_told(job: JobFile) -> None:

@@ -68,9 +68,7 @@ def test_tables_of_any_shape_set_nothing(tables: dict[str, Any]) -> None:
 
 
 def test_doctor_shows_no_secret() -> None:
-    found = settings(
-        {"UCX_TLS": "rc", "NCCL_API_TOKEN": "s3cret", "UCX_APIKEY": "s3cret", "CUDA_VISIBLE_DEVICES": "1"}
-    )
+    found = settings({"UCX_TLS": "rc", "NCCL_API_TOKEN": "s3cret", "UCX_APIKEY": "s3cret", "CUDA_VISIBLE_DEVICES": "1"})
     assert found == {"UCX_TLS": "rc"}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from hpctrain.api import Job, UsageError
-from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, scratch_directory
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, read_bytes, scratch_directory
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
@@ -23,6 +23,8 @@ from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Order
 from hpctrain_ray.supervisor import Supervisor
 
+_MOST = 2**32
+"""Bytes of a run's metrics."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -51,7 +53,7 @@ class Result:
 
     def _rows(self) -> list[dict[str, Any]]:
         try:
-            lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+            lines = read_bytes(self.directory / "metrics.jsonl", _MOST).splitlines()
         except FileNotFoundError:
             return []
         return [row for row in map(json.loads, lines) if "grad_norm" in row]
