@@ -122,6 +122,7 @@ OPENS = re.compile(r"open|io\.open|os\.open|gzip\.open|\?\.(open|read_text|read_
 DESCRIPTORS = ("fd", "descriptor", "output", "packed", "os.devnull")
 OF_FILES = re.compile(r"open_regular|open_to_change|reading|read_bytes|created|replacing")
 OPENED = {
+    "hpctrain/training/report.py": "a logger's open()",
     "hpctrain/training/assembly.py": "the report's open()",
     "hpctrain/training/prediction.py": "the file that this rank has made under a temporary name",
     "hpctrain/checkpoint/sources.py": "weights may be links; `open_weights` refuses what is no file",
