@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
@@ -49,8 +49,8 @@ def command(
 
 def _show(result: dict[str, Any], checkpoint: Path, split: str, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(result))
+        say(json.dumps(result))
         return
-    click.echo(f"{checkpoint} on the {split} split:")
+    say(f"{checkpoint} on the {split} split:")
     for name, value in result.items():
-        click.echo(f"  {name:<12} {value:,}" if isinstance(value, int) else f"  {name:<12} {value:.6g}")
+        say(f"  {name:<12} {value:,}" if isinstance(value, int) else f"  {name:<12} {value:.6g}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 TEMPLATES = ("gpt", "module", "finetune")
 _PROGRAMS = {"finetune": "finetune.py"}
@@ -38,4 +38,4 @@ def command(path: Path, template: str) -> None:
         except OSError as error:
             raise UsageError(f"{target} cannot be written: {error.strerror}") from None
     told = " and ".join(map(str, written))
-    click.echo(f"wrote {told}; edit {path}, then: hpctrain check {path} && hpctrain run {path}")
+    say(f"wrote {told}; edit {path}, then: hpctrain check {path} && hpctrain run {path}")

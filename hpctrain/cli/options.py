@@ -8,6 +8,13 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import escaped
+
+
+def say(text: object, err: bool = False, nl: bool = True) -> None:
+    """Print a line of a command, in which nothing of another person's file steers the terminal. err: on standard error."""
+    click.echo(escaped(str(text)), err=err, nl=nl)
+
 
 def example(*lines: str) -> str:
     """The end of a command's help: command lines as they are, for `epilog`."""

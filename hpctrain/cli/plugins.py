@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
@@ -32,9 +32,9 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
         return
     rows = [*list_plugins(registry), *list_commands(_offers(ctx))]
     if as_json:
-        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        say(json.dumps([row.as_dict() for row in rows], indent=2))
         return
-    click.echo(_table(rows))
+    say(_table(rows))
 
 
 @command.command("show", epilog=example("hpctrain plugins show optimizer adamw"))
@@ -56,9 +56,9 @@ def show(registry: object, slot: str, name: str) -> None:
         raise UsageError(f"there is no slot {slot!r}; expected one of {', '.join(SLOTS)}")
     entry = registry.find(slot, name)
     cls: type[Plugin] = entry.cls
-    click.echo(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
+    say(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
     for option in describe_options(cls, registry):
-        click.echo(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
+        say(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
 
 
 def _offers(ctx: click.Context) -> list[OfferedCommand]:

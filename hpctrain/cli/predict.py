@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
@@ -42,7 +42,7 @@ def command(
         question = Question(behind_name(checkpoint), split, out, weights_of)  # type: ignore[arg-type]
         result = answer_on_rank(identity, read, partial(answer, question), channel)
         if identity.rank == 0:
-            click.echo(f"{out}: {tuple(result['shape'])} {result['dtype']}")
+            say(f"{out}: {tuple(result['shape'])} {result['dtype']}")
         return int(result["exit_code"])
 
     of = ["--weights-of", weights_of] if weights_of else []

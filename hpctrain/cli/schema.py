@@ -6,7 +6,7 @@ import json
 
 import click
 
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 
 @click.command("schema", epilog=example("hpctrain schema > schema.json"))
@@ -17,4 +17,4 @@ def command() -> None:
     schema = Job.model_json_schema()
     schema["properties"]["extends"] = {"type": "string", "description": "A job file that this one is merged over."}
     del schema["required"]  # a file that extends another may lack any table
-    click.echo(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))
+    say(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))

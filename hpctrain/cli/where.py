@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 from hpctrain.ranks.watchdog.queries import ask
 
 
@@ -23,4 +23,4 @@ def command(directory: Path, timeout: float) -> None:
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory; expected the output_dir of a running job, such as runs/NAME")
     for line in ask(directory, timeout):
-        click.echo(line)
+        say(line)

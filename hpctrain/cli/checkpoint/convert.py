@@ -8,7 +8,7 @@ import click
 
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, bytes_progress, files_of, size_text
-from hpctrain.cli.options import example, weights_of_option
+from hpctrain.cli.options import example, say, weights_of_option
 
 
 @click.command(
@@ -35,7 +35,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
         from hpctrain.training.loading import export_pretrained
 
         with files_of(checkpoint):
-            click.echo(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")
+            say(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")
         return
     from hpctrain.checkpoint.conversion import export_safetensors, export_torch
     from hpctrain.checkpoint.weights import open_weights, tied_names
@@ -48,7 +48,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
                 export_safetensors(source, out, progress)
             else:
                 export_torch(source, out, progress, tied_names(found.format.read_values(checkpoint)))
-    click.echo(f"wrote {out}: {len(source.tensors)} tensors, {size_text(out.stat().st_size)}")
+    say(f"wrote {out}: {len(source.tensors)} tensors, {size_text(out.stat().st_size)}")
 
 
 @click.command("import", epilog=example("hpctrain checkpoint import weights.safetensors start"))
@@ -74,5 +74,5 @@ def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: s
             raise UsageError(f"there are no weights at {path}")
         count, remarks = import_weights(path, formats.all, prefix, format, out, progress)
     for remark in remarks:
-        click.echo(f"{path}: {remark}")
-    click.echo(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')
+        say(f"{path}: {remark}")
+    say(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')

@@ -12,7 +12,7 @@ import click
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 
 @click.command("list", epilog=example("hpctrain checkpoint list runs/gpt"))
@@ -38,7 +38,7 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
                 row = _row(formats, path, path.name == best.name)
                 path.stat()
                 rows.append(row)
-    click.echo(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION", "NOTE"), rows))
+    say(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION", "NOTE"), rows))
 
 
 def _row(formats: Formats, path: Path, is_best: bool) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from hpctrain.base.errors import escaped
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 
 @click.command("show", epilog=example("hpctrain checkpoint show runs/gpt/checkpoints/latest"))
@@ -23,7 +22,7 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
     with files_of(checkpoint):
         content = _describe(formats, checkpoint)
     if as_json:
-        click.echo(json.dumps(content, indent=2))
+        say(json.dumps(content, indent=2))
         return
     layout = content["layout"]
     axes = [f"{axis} {size}" for axis, size in layout.items()] if isinstance(layout, dict) else []
@@ -42,7 +41,7 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
         ),
         *((key, json.dumps(value)) for key, value in content["values"].items()),
     ]
-    click.echo("\n".join(f"{key:<12} {escaped(str(value))}" for key, value in lines if key != "optimizer_numbers"))
+    say("\n".join(f"{key:<12} {value}" for key, value in lines if key != "optimizer_numbers"))
     rows = [
         (
             name,
@@ -53,7 +52,7 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
         )
         for name, one in content["tensors"].items()
     ]
-    click.echo("\n" + table(("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SHARDS"), rows))
+    say("\n" + table(("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SHARDS"), rows))
 
 
 def _describe(formats: Formats, path: Path) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from hpctrain.base.errors import CheckpointError, escaped
+from hpctrain.base.errors import CheckpointError
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, size_text, table
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 
 EXIT_DIFFERENT = 1
 """The exit code of diff and h5diff."""
@@ -29,7 +29,7 @@ def verify(formats: Formats, checkpoint: Path) -> None:
             raise CheckpointError(f"checkpoint {checkpoint} isn't whole: {count}{listed}")
         tensors, files = found.format.tensors(checkpoint), found.files()
     nbytes = sum(files.values())
-    click.echo(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")
+    say(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")
 
 
 @click.command("diff", epilog=example("hpctrain checkpoint diff runs/a/checkpoints/latest runs/b/checkpoints/latest"))
@@ -49,13 +49,13 @@ def diff(formats: Formats, a: Path, b: Path) -> int:
             differences = compare(one, other, progress)
         values = compare_values(one.format.read_values(a), other.format.read_values(b))
     for sentence in values:
-        click.echo(escaped(f"value {sentence}"))
+        say(f"value {sentence}")
     if not differences:
-        click.echo("all tensors are equal")
+        say("all tensors are equal")
         return 0
     rows = [
         (d.name, f"{d.elements} of {d.total}", f"{d.largest:.3g}", f"{d.relative:.3g}", d.forms) for d in differences
     ]
-    click.echo(table(("TENSOR", "VALUES THAT DIFFER", "LARGEST |A-B|", "|A-B|/|A|", "FORM"), rows))
-    click.echo(f"{len(differences)} tensors differ")
+    say(table(("TENSOR", "VALUES THAT DIFFER", "LARGEST |A-B|", "|A-B|/|A|", "FORM"), rows))
+    say(f"{len(differences)} tensors differ")
     return EXIT_DIFFERENT

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import click
-
 from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
-from hpctrain.toolkit.commands import UsageError, python_module
+from hpctrain.toolkit.commands import UsageError, python_module, say
 
 _TIME_LIMIT = 900
 
@@ -38,10 +36,10 @@ def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
 def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
     """Print rows (dataclasses) as JSON, or as `lines`."""
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        say(json.dumps([asdict(row) for row in rows], indent=2))
         return
     for line in lines:
-        click.echo(line)
+        say(line)
 
 
 class Spread(NamedTuple):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hpctrain.toolkit.commands import set_option
+from hpctrain.toolkit.commands import scratch_directory, set_option
 from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench import start_measuring
 from hpctrain_tools.bench.tables import SCRATCH
@@ -52,6 +51,6 @@ def started(
 
     count = ranks or _DEFAULT
     refuse(read_job(job, overrides), count, steps)
-    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-", ignore_cleanup_errors=True) as directory:
-        os.environ[SCRATCH] = directory  # ranks that fail end at once, and remove nothing
+    with scratch_directory("bench-") as directory:
+        os.environ[SCRATCH] = str(directory)  # ranks that fail end at once, and remove nothing
         return start_measuring(count, [name, *words_of(job, steps, overrides), *more], as_json)

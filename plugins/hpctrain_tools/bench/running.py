@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from hpctrain.api import HpctrainError, UsageError
+from hpctrain.toolkit.commands import scratch_directory
 from hpctrain.toolkit.jobs import RawJob, check, read_job, run
 from hpctrain_tools.bench.tables import SCRATCH, measured_tables
 from hpctrain_tools.bench.turns import Choose, Turns, TurnsHook
@@ -18,7 +18,8 @@ from hpctrain_tools.bench.turns import Choose, Turns, TurnsHook
 def refuse(raw: RawJob, ranks: int, steps: int) -> None:
     """Raises UsageError for a job that can't be trained on so many ranks, as it is or as it is measured."""
     check(raw, ranks, tries=True)
-    tables = measured_tables(raw.tables, steps, tempfile.gettempdir())
+    with scratch_directory("bench-") as directory:
+        tables = measured_tables(raw.tables, steps, str(directory / "run"))
     try:
         check(RawJob(tables, raw.places, raw.source), ranks)
     except HpctrainError as error:
@@ -37,13 +38,14 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
     turns = Turns(raw, ranks, steps, choose)
     TurnsHook.turns = turns
     # the ranks take that of rank 0
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-bench-", dir=os.environ.get(SCRATCH)))
-    try:
-        with _silent():
-            result = run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
-    finally:
-        for one in {directory, turns.directory.parent} if turns.directory else {directory}:
-            shutil.rmtree(one, ignore_errors=True)  # on each node
+    within = os.environ.get(SCRATCH)
+    with scratch_directory("bench-", Path(within) if within else None) as directory:
+        try:
+            with _silent():
+                result = run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
+        finally:
+            if turns.directory:
+                shutil.rmtree(turns.directory.parent, ignore_errors=True)  # on each node
     if result["exit_code"]:  # a signal
         raise SystemExit(result["exit_code"])
     if not turns.done:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpctrain.base.safe_files import scratch_directory
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 from hpctrain.toolkit.commands import hookimpl
 from hpctrain_tools.bench import start_measuring
 
@@ -46,20 +46,17 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
     from hpctrain.ranks.json_collectives import broadcast_value
     from hpctrain_tools.bench.machine import measure, train_small
 
-    directory = tempfile.mkdtemp(prefix="hpctrain-bench-")
-    try:
+    with scratch_directory("bench-") as directory:
         small = train_small(f"{directory}/run")
         device, node = _meet_on_device()
-        first = broadcast_value(directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        first = broadcast_value(str(directory))
     shutil.rmtree(first, ignore_errors=True)  # on each node
     found = measure(device, node, small)
     if dist.get_rank() == 0:
         text = tomli_w.dumps({"machine": found})
         if output is not None:
             output.write_text(text)
-        click.echo(json.dumps(found) if as_json else text, nl=False)
+        say(json.dumps(found) if as_json else text, nl=False)
 
 
 def _meet_on_device() -> tuple[Any, str]:

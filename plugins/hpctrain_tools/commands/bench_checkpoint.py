@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from hpctrain.toolkit.commands import UsageError, example, hookimpl
+from hpctrain.toolkit.commands import UsageError, closed_directory, example, hookimpl
 from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench import start_measuring, tell_measured
 
@@ -56,7 +55,7 @@ def command(ranks: int, size: str, name: str, directory: Path, rounds: int, as_j
 
     torch.set_num_threads(1)
     dist.init_process_group(mpi_backend(), init_method="mpi://")
-    made = tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""
+    made = str(closed_directory("bench-", directory)) if dist.get_rank() == 0 else ""
     scratch = broadcast_value(made)
     try:
         rows = measure(format, nbytes, Path(scratch), rounds)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import example, hookimpl
+from hpctrain.toolkit.commands import example, hookimpl, say
 from hpctrain_tools.bench.options import job_arguments, ranks_option, started
 
 _DIFFERENT = 1
@@ -41,7 +41,7 @@ def command(
     turns = measure(job, overrides, ranks, steps, peers.choose)
     result = peers.result(turns)
     if turns.rank == 0:
-        click.echo(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
+        say(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
     return _DIFFERENT if result.different else 0
 
 

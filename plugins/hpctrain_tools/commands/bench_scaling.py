@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, say
 from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench.options import job_arguments, words_of
 
@@ -56,7 +56,7 @@ def command(
     found = [measure(words, count, batch) for count, batch in zip(counts, of_counts, strict=True)]
     at = places(found, [size for _, size in of_counts], weak)
     name, measured = found[0]["job"], found[0]["steps"]
-    click.echo(json.dumps(as_dict(name, weak, measured, at)) if as_json else "\n".join(lines(name, weak, measured, at)))
+    say(json.dumps(as_dict(name, weak, measured, at)) if as_json else "\n".join(lines(name, weak, measured, at)))
     if plot is not None:
         try:
             draw(name, weak, at, plot)

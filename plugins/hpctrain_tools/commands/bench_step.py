@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import example, hookimpl
+from hpctrain.toolkit.commands import example, hookimpl, say
 from hpctrain_tools.bench.options import job_arguments, ranks_option, started
 
 
@@ -30,7 +30,7 @@ def command(job: Path, ranks: int | None, steps: int, overrides: tuple[str, ...]
     turns = measure(job, overrides, ranks, steps, plain_loop)
     if turns.rank == 0:
         result = measured_step(turns)
-        click.echo(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
+        say(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
     return 0
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.base.errors import HpctrainError, escaped
-from hpctrain.cli.options import example, load_option
+from hpctrain.base.errors import HpctrainError
+from hpctrain.cli.options import example, load_option, say
 from hpctrain.toolkit.commands import hookimpl
 
 
@@ -26,11 +26,11 @@ def command(directory: Path, load: tuple[str, ...]) -> None:
                 one.cancel()
         except HpctrainError as error:  # the others of an array must still end
             if failed is not None:
-                click.echo(f"hpctrain: {failed}", err=True)
+                say(f"hpctrain: {failed}", err=True)
             failed = error
             continue
         said = "told to end" if state.is_live else f"{state.word} already, nothing to cancel"
-        click.echo(escaped(f"{one.directory}: {one}: {said}"))
+        say(f"{one.directory}: {one}: {said}")
     if failed is not None:
         raise failed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import UsageError, example, hookimpl, reason
+from hpctrain.toolkit.commands import UsageError, example, hookimpl, reason, say
 
 _NAMES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate"}
 
@@ -42,7 +42,7 @@ def command(library: str, file: Path, out: Path, ranks: int | None) -> None:
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {reason(error)}") from None
     without = found.keys["no counterpart"]
-    click.echo(
+    say(
         f"wrote {out}: {len(found.keys['is'])} keys have a counterpart, {len(found.keys['not needed'])} are not needed, "
         f"{len(without)} have none" + (f": {one_line(', '.join(without))}" if without else "")
     )

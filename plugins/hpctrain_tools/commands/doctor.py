@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError
-from hpctrain.cli.options import example
+from hpctrain.cli.options import example, say
 from hpctrain.cli.ranks import started_by_option
 from hpctrain.job.environment import cached_on_node
 from hpctrain.toolkit.commands import hookimpl
@@ -90,11 +90,11 @@ class _Shown:
 
         self._states += [row.state for row in rows]
         for line in (json.dumps(asdict(row)) for row in rows) if self._as_json else lines(rows, ranks):
-            click.echo(line)
+            say(line)
 
     def end(self) -> None:
         if not self._as_json:
-            click.echo(f"doctor       {self._states.count('fail')} failed, {self._states.count('warn')} to look at")
+            say(f"doctor       {self._states.count('fail')} failed, {self._states.count('warn')} to look at")
 
 
 @hookimpl

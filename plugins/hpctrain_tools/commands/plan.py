@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import example, job_arguments
+from hpctrain.cli.options import example, job_arguments, say
 from hpctrain.job.environment import cached_on_node
 from hpctrain.toolkit.commands import hookimpl
 
@@ -89,10 +89,10 @@ def command(
         return
     found = make_plan(read_job(job, overrides), hardware)
     if as_json:
-        click.echo(json.dumps(found.as_dict()))
+        say(json.dumps(found.as_dict()))
     else:
         for line in found.lines():
-            click.echo(line)
+            say(line)
     if found.fits is False:
         raise SystemExit(1)
 
@@ -117,17 +117,17 @@ def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, 
     fitting = shortlist(trials)
     advice = [] if fitting else list(remedies(raw, hardware, trials))
     if as_json:
-        click.echo(json.dumps(as_dict(trials, fitting, advice)))
+        say(json.dumps(as_dict(trials, fitting, advice)))
     else:
         for line in (*table(trials, fitting, hardware.ranks), *advice):
-            click.echo(line)
+            say(line)
     if not fitting:
         raise SystemExit(1)
     try:
         path.write_text(fitted_text(fitting[0], raw, job, overrides, path))
     except OSError as error:
         raise UsageError(f"--fit {path} cannot be written: {reason(error)}") from None
-    click.echo(f"{path} has the first one: hpctrain run {path} -n {hardware.ranks}", err=True)
+    say(f"{path} has the first one: hpctrain run {path} -n {hardware.ranks}", err=True)
 
 
 @hookimpl

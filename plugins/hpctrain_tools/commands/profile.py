@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hpctrain.toolkit.commands import UsageError, example, hookimpl
+from hpctrain.toolkit.commands import UsageError, example, hookimpl, say
 
 _SHOW = "show"
 _OF_REQUEST = ("record", "warmup", "shapes", "memory", "stacks", "snapshot", "timeout", "wait")
@@ -116,9 +116,9 @@ def show(
     refuse_empty(stored)
     figures = Figures(stored, ranks or [])
     if as_json:
-        click.echo(json.dumps(figures.as_dict()))
+        say(json.dumps(figures.as_dict()))
     else:
-        click.echo("\n".join([str(stored), *figures.lines(top)]))
+        say("\n".join([str(stored), *figures.lines(top)]))
     return code
 
 
@@ -136,7 +136,7 @@ def merge(run: Path, window: str | None, output: Path | None) -> None:
     stored = stored_window(run, window)
     path, count = write_merged(stored, output)
     worst = max((one.error_ns for one in stored.ranks), default=0)
-    click.echo(f"{stored}\n{count} events in {path}; the ranks' clocks agree within {worst / 1e6:.3f} ms")
+    say(f"{stored}\n{count} events in {path}; the ranks' clocks agree within {worst / 1e6:.3f} ms")
 
 
 @command.command("report", epilog=example("hpctrain profile report runs/gpt"))
@@ -150,7 +150,7 @@ def report(run: Path, window: str | None, as_json: bool) -> None:
 
     _refuse_no_run(run)
     found = Report(stored_window(run, window))
-    click.echo(json.dumps(found.as_dict()) if as_json else "\n".join([str(found.window), *found.lines()]))
+    say(json.dumps(found.as_dict()) if as_json else "\n".join([str(found.window), *found.lines()]))
 
 
 def _refuse_request() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, replacing
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, replacing, say
 
 _FORMATS = ("html", "markdown", "json")
 
@@ -45,14 +45,14 @@ def command(runs: tuple[Path, ...], kind: str, output: Path | None, plan: Path |
     planned = None if plan is None else read_plan(plan)
     text = text_of([gather(run, plan=planned) for run in runs], kind)
     if output is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
         return
     try:
         with replacing(output) as file:
             file.write(text.encode(errors="replace"))
     except OSError as error:
         raise EnvironmentUnfitError(f"{output} cannot be written: {reason(error)}; -o FILE names another one") from None
-    click.echo(f"{output}")
+    say(f"{output}")
 
 
 def _refuse_no_run(run: Path) -> None:

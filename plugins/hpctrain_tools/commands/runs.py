@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.base.errors import UsageError, escaped
-from hpctrain.cli.options import example, load_option
+from hpctrain.base.errors import UsageError
+from hpctrain.cli.options import example, load_option, say
 from hpctrain.toolkit.commands import hookimpl
 
 
@@ -32,18 +32,18 @@ def command(directory: Path, as_json: bool, load: tuple[str, ...]) -> None:
 
     listing = list_runs(directory, load)
     for remark in listing.remarks:
-        click.echo(f"hpctrain: note: {escaped(remark)}", err=True)
+        say(f"hpctrain: note: {remark}", err=True)
     if as_json:
-        click.echo(json.dumps([one.as_json() for one in listing.runs], indent=1))
+        say(json.dumps([one.as_json() for one in listing.runs], indent=1))
     elif not listing.runs:
-        click.echo(escaped(f"{directory}: no run in it or below"), err=True)
+        say(f"{directory}: no run in it or below", err=True)
     else:
         console = Console(highlight=False)
         for line in table(listing.runs, console.width if sys.stdout.isatty() else None):
             if sys.stdout.isatty():
                 console.print(line, soft_wrap=True)
             else:
-                click.echo(line.plain)
+                say(line.plain)
 
 
 @hookimpl

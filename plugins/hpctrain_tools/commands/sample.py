@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ import click
 from hpctrain.cli.options import checkpoint_option, example, job_arguments, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 from hpctrain.toolkit.commands import hookimpl
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @click.command(
@@ -48,7 +51,8 @@ def command(
 
         def say(text: str) -> None:
             if speaks:
-                click.echo(text, file=own(sys.stdout), nl=False)
+                # the weights may be another person's, and a terminal does what a text says
+                click.echo(_CONTROLS.sub("\ufffd", text) if channel.terminal else text, file=own(sys.stdout), nl=False)
 
         asked = Prompt(prompt, tokens, temperature, top_k, seed)
         answer = partial(sample, asked, say, behind_name(checkpoint), weights_of)

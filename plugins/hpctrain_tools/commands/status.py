@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.base.errors import UsageError, escaped
-from hpctrain.cli.options import example, load_option
+from hpctrain.base.errors import UsageError
+from hpctrain.cli.options import example, load_option, say
 from hpctrain.toolkit.commands import hookimpl
 
 
@@ -30,13 +30,13 @@ def command(directory: Path, load: tuple[str, ...]) -> None:
         if told is None:
             what = "no run in it" if directory.is_dir() else "no directory"
             raise UsageError(f"{directory}: found {what}, expected the directory of a run, such as runs/NAME")
-        click.echo(escaped(f"{directory}: {told}"))
+        say(f"{directory}: {told}")
         return
     for one in submitted(directory, load):
         state, run = one.state(), RunDirectory(one.directory)
         progress = run.job().progress(run.newest_rows().step)
         words = " ".join(word for word in (state.word, state.detail) if word)
-        click.echo(escaped(f"{one.directory}: {one}: {words}" + (f", {progress}" if progress else "")))
+        say(f"{one.directory}: {one}: {words}" + (f", {progress}" if progress else ""))
 
 
 @hookimpl

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import example, set_option
+from hpctrain.cli.options import example, say, set_option
 from hpctrain.toolkit.commands import hookimpl
 
 
@@ -39,10 +39,10 @@ def command(
     prepared = prepare(SubmitOptions(job, overrides, to, given, array))
     if dry_run:
         for script in scripts(prepared, after):
-            click.echo(script, nl=False)
+            say(script, nl=False)
         return
     ids = submit(prepared, after)
-    click.echo(f"submitted    {prepared.target} job {' '.join(ids)}, in {prepared.directory}")
+    say(f"submitted    {prepared.target} job {' '.join(ids)}, in {prepared.directory}")
 
 
 @hookimpl

@@ -49,6 +49,8 @@ class Conversion:
 
     lines: dict[str, dict[str, str]] = field(default_factory=dict)
     """The lines of each table by their keys."""
+    tables: dict[str, Any] = field(default_factory=dict)
+    """What the job is to hold."""
     keys: dict[Kind, list[str]] = field(default_factory=lambda: {"is": [], "not needed": [], "no counterpart": []})
     notes: list[str] = field(default_factory=list)
 
@@ -57,6 +59,9 @@ class Conversion:
         for target, value in written.items():
             table, key = _place(target)
             lines, assigned = self.lines.setdefault(table, {}), _assigned(key, value) if key else ""
+            meant = self.tables.setdefault(table, {})
+            if key:
+                meant[key] = value
             before, _, origins = lines.get(key, "").partition("  # ")
             if before and before != assigned:
                 lines[f"# {origins}"] = f"# {origins}: {before} gives way to {one_line(origin)}"
@@ -72,8 +77,21 @@ class Conversion:
         table, key = _place(target)
         return key in self.lines.get(table, {})
 
+    def _meant(self) -> dict[str, Any]:
+        """The tables that the rules have written, as the job's."""
+        found: dict[str, Any] = {}
+        for table, values in self.tables.items():
+            if table.startswith("logger:"):
+                found.setdefault("logger", []).append({"name": table.removeprefix("logger:"), **values})
+            else:
+                place = found
+                for name in filter(None, table.split(".")):
+                    place = place.setdefault(name, {})
+                place.update(values)
+        return found
+
     def text(self, head: Sequence[str]) -> str:
-        """The job file. Raises UsageError if it would hold tables that no rule has written."""
+        """The job file. Raises UsageError if it would hold anything that no rule has written."""
         blocks = ["\n".join(f"# {one_line(line)}" for line in [*head, *self.notes])]
         # what belongs to no table comes first
         for table, lines in sorted(self.lines.items(), key=lambda one: bool(one[0])):
@@ -85,8 +103,8 @@ class Conversion:
                 heading = [f"[{table}]"] if is_real else [f"# [{table}]"] if table else []
             blocks.append("\n".join([*heading, *lines.values()]))
         text = "\n\n".join(blocks) + "\n"
-        if not {*tomli.loads(text)} <= {re.split("[.:]", table)[0] for table in self.lines}:
-            raise UsageError("the configuration has text that would become tables of the job; nothing is written")
+        if tomli.loads(text) != self._meant():
+            raise UsageError("the configuration has text that would become a part of the job; nothing is written")
         return text
 
 
@@ -170,7 +188,7 @@ def _place(target: str) -> tuple[str, str]:
 
 
 def _assigned(key: str, value: Any) -> str:
-    return f"{key} = {_literal(value)}"
+    return f"{tomli_w.dumps({key: 0}).removesuffix(' = 0' + chr(10))} = {_literal(value)}"
 
 
 def _literal(value: Any) -> str:

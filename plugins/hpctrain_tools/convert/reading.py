@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from hpctrain.api import UsageError, reason
-from hpctrain.toolkit.commands import escaped
+from hpctrain.toolkit.commands import escaped, read_bytes
 
 _MOST_BYTES = 2**22
 _LOOSE = re.compile(
@@ -46,13 +47,7 @@ class _RepeatedError(ValueError):
 def read(path: Path) -> Mapping[str, Any]:
     """The tables of a file, with texts of numbers and of truth values as these. Raises UsageError for anything else."""
     try:
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no file; expected a configuration")
-        with open(path, "rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB; expected a configuration")
-        found = _parsed(content.decode())
+        found = _parsed(read_bytes(Path(os.path.realpath(path)), _MOST_BYTES).decode())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {reason(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:

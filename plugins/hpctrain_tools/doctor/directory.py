@@ -6,7 +6,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.base.errors import reason
+from hpctrain.base.safe_files import closed_directory
 from hpctrain.contracts.identity import Identity
 from hpctrain_tools.doctor.findings import Finding, tried
 
-_PREFIX = ".hpctrain-doctor-"
 _LOCK = "lock"
 _TOKEN = "token"
 _BYTES, _SLOW_BYTES = 16 * 2**20, 20e6
@@ -41,7 +40,7 @@ def scratch_of_first(directory: Path) -> Iterator[TrialDirectory]:
     """Made by rank 0 in `directory`, with a locked file; gone afterwards."""
     token, base = secrets.token_hex(16), directory.absolute()
     try:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        path = closed_directory("doctor-", base)
     except OSError as error:
         yield TrialDirectory(str(base), token, error.strerror)
         return

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import socket
-import tempfile
 import urllib.request
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from hpctrain.base.devices import (
     unusable_accelerator,
 )
 from hpctrain.base.errors import reason
+from hpctrain.base.safe_files import scratch_directory, temporary_place
 from hpctrain.base.store.server import files_needed
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import spans
@@ -171,9 +171,10 @@ def surroundings(device: torch.device) -> list[Finding]:
     # as torch's inductor and Triton look for compilers
     language, variable, names = ("C", "CC", ("gcc", "clang")) if is_accelerator(device) else ("C++", "CXX", ("g++",))
     chosen = os.environ[variable].split()[:1] if os.environ.get(variable) else names
-    temporary, told = tempfile.gettempdir(), list[tuple[str, str, str]]()
+    temporary, told = temporary_place(), list[tuple[str, str, str]]()
     try:
-        tempfile.TemporaryFile(dir=Path.home()).close()
+        with scratch_directory("doctor-", Path.home()):
+            pass
     except OSError as error:
         why = "tokens and kernels are made anew at each start, and without MUNGE ranks of several nodes don't meet"
         remedy = "set HOME, or XDG_CACHE_HOME for the caches alone, to a directory that you may write to"

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
-from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, escaped
+from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, escaped, say
 from hpctrain.toolkit.requests import Asked, ask, asked, silence
 from hpctrain_tools.profile.layout import REQUEST
 
@@ -29,13 +27,13 @@ def record_now(run: Path, values: Mapping[str, Any], timeout: float, wait: float
         if taken["state"] == "refused":
             raise UsageError(f"{run}: the job does not record: {taken['why']}")
         ranks = [int(rank) for rank in taken["ranks"]]
-        click.echo(f"recording    steps {taken['first']} to {taken['last']} on {_named(ranks)}", err=True)
+        say(f"recording    steps {taken['first']} to {taken['last']} on {_named(ranks)}", err=True)
         done = taken if taken["state"] == "done" else _until(job, wait, ("done", "refused")) or taken
         if done["state"] != "done":
             raise _not_done(run, done, ranks, wait)
     missing = {int(rank): str(why) for rank, why in done["missing"].items()}
     for rank, why in missing.items():
-        click.echo(f"missing      rank {rank}: {escaped(why)}", err=True)
+        say(f"missing      rank {rank}: {why}", err=True)
     return str(done["window"]), EXIT_TRAINING if missing else 0
 
 

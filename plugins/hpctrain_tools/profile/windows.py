@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from hpctrain.api import Identity, Job, LiveModel, Membership, Request, UsageError, hookimpl, make_directory, reason
+from hpctrain.toolkit.commands import closed_directory
 from hpctrain_tools.profile.clocks import clock_offset
 from hpctrain_tools.profile.gathering import Share, gather
 from hpctrain_tools.profile.layout import FOLDER, REQUEST
@@ -220,7 +220,7 @@ class Profiling:
         try:
             with closing(recording):
                 recording.stop()
-                local = Path(tempfile.mkdtemp(prefix="hpctrain-profile-"))
+                local = closed_directory("profile-")
                 share.give(recording.write(local, self._stem))
             share.begin_ns, share.end_ns = recording.begin, recording.end
         except Exception as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpctrain.toolkit.commands import UsageError, reason
+from hpctrain.toolkit.commands import UsageError, read_bytes, reason
 
 _Bytes = Annotated[int, Field(ge=0, le=2**63)]
 
@@ -55,7 +56,7 @@ class JobPlan(_Read):
 def read_plan(path: Path) -> JobPlan:
     """Read the file. Raises UsageError for one that is no plan."""
     try:
-        return JobPlan.model_validate_json(path.read_bytes())
+        return JobPlan.model_validate_json(read_bytes(Path(os.path.realpath(path))))
     except OSError as error:
         why = f"it cannot be read: {reason(error)}"
     except ValidationError as error:
