@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import JobFile
-from hpctrain_plugins import report as package
+from hpctrain_tools import report as package
 from hpctrain_tools.report.curves import RowReader
 from hpctrain_tools.report.facts import Ending
 from hpctrain_tools.report.gathering import gather
