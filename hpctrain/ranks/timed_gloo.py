@@ -1,4 +1,4 @@
-"""Groups of gloo that count callers' waits by group and operation. A call-back would run Python on threads that outlive it."""
+"""Groups of gloo that count callers' waits by group and operation. A call-back runs on threads that outlive the interpreter."""
 
 from __future__ import annotations
 
