@@ -1,4 +1,4 @@
-"""The wall time of a run by kind, since its first start and over all restarts."""
+"""The wall time of a run by kind, since its first start and over all restarts. Times of files don't count: a copy has others."""
 
 from __future__ import annotations
 

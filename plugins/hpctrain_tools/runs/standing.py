@@ -1,4 +1,7 @@
-"""The state of a run by the files in its directory, whoever started it, without asking a scheduler."""
+"""The state of a run by the files in its directory, whoever started it, without asking a scheduler.
+
+An end is read from the log: a file of its own would be one more to keep in step, and a killed process writes none.
+"""
 
 from __future__ import annotations
 
