@@ -20,7 +20,7 @@ def guard_multiprocessing() -> None:
     """Let `multiprocessing` start its children so, too: they import it before they have their parent's path. They listen in a
     closed directory: Python before 3.10.9 and 3.11.1 let any user into a fork server (CVE-2022-42919)."""
     away = ["-P"] if sys.version_info >= (3, 11) else ["-c", _THEN]
-    flags = subprocess._args_from_interpreter_flags  # type: ignore[attr-defined]
+    flags = vars(subprocess)["_args_from_interpreter_flags"]
     vars(util).update(abstract_sockets_supported=False, _args_from_interpreter_flags=lambda: [*flags(), *away])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ def command(
     """
 
     def work(*rank: Any) -> int:
-        from hpctrain.training.inference import Question
+        from hpctrain.checkpoint.directory import behind_name
+        from hpctrain.training.inference import Question, answer
         from hpctrain.training.rank import answer_on_rank
 
         identity, read, channel = rank
-        result = answer_on_rank(identity, read, Question(checkpoint, split, kept_by=weights_of), channel)  # type: ignore[arg-type]
+        question = Question(behind_name(checkpoint), split, kept_by=weights_of)  # type: ignore[arg-type]
+        result = answer_on_rank(identity, read, partial(answer, question), channel)
         code = int(result.pop("exit_code"))
         if identity.rank == 0:
             _show(result, checkpoint, split, as_json)

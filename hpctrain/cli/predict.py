@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ def command(
         raise UsageError(f"--out {out}: expected a name that ends in .npy")
 
     def work(*rank: Any) -> int:
-        from hpctrain.training.inference import Question
+        from hpctrain.checkpoint.directory import behind_name
+        from hpctrain.training.inference import Question, answer
         from hpctrain.training.rank import answer_on_rank
 
         identity, read, channel = rank
-        result = answer_on_rank(identity, read, Question(checkpoint, split, out, weights_of), channel)  # type: ignore[arg-type]
+        question = Question(behind_name(checkpoint), split, out, weights_of)  # type: ignore[arg-type]
+        result = answer_on_rank(identity, read, partial(answer, question), channel)
         if identity.rank == 0:
             say(f"{out}: {tuple(result['shape'])} {result['dtype']}")
         return int(result["exit_code"])

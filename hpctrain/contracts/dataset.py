@@ -49,9 +49,10 @@ class Source(ABC):
     """The source of samples: `Samples`, which have places, or a `Stream`."""
 
     draws: ClassVar[bool] = False
-    """Whether an item may draw random numbers (augmentation). Then Python's, NumPy's and torch's draws on the CPU are seeded for
-    each item: they are the same on any number of ranks and workers, and differ between epochs. Draws of `collation` are
-    seeded for each micro batch, and depend on micro_size, too."""
+    """Whether an item may draw random numbers (augmentation). Then generators of Python, NumPy and torch on the CPU, and those in
+    its attributes, are seeded for each item: draws are the same on any number of ranks and workers, and differ between epochs.
+    Without workers it is then read between two steps, not on a thread. Draws of `collation` are seeded for each micro batch, and
+    depend on micro_size, too."""
 
     vocab_size: int | None = None
     """Ids are smaller than this; None where samples hold no ids."""
@@ -86,6 +87,10 @@ class Samples(Source):
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
         """Sample `index`: a dict of tensors (`input_ids`, `labels`: each (seq,)) or a tuple whose last is the target."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples with these indices, for data that gives several at once faster."""
+        return [self[index] for index in indices]
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the training samples that are asked for next, from 0; called where it changes."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch.utils.data import default_collate
 
+from hpctrain.base.draws import Draws, Name
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
 from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item, refuse_reused_memory, snapshot
+
+Drawn = tuple[int, "int | None"]
+"""The index of a sample, and its position in the order; None in an evaluation. What the sample draws follows from both."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +45,20 @@ class Loaded:
     seconds: float = 0.0
 
 
-def collated(source: Source, collate: Collate, items: list[Any], seed: int, planned: Planned) -> Batch:
-    """A batch of samples. What `collate` draws follows from the first sample, so that ranks and workers don't matter."""
-    first = planned.positions[0] if planned.positions else None
-    with drawing(seed, "collate", first, planned.place) if source.draws else nullcontext():
-        try:
-            return collate(items)
-        except Exception as error:
-            if collate is not default_collate and not isinstance(collate, PaddedStack):
-                raise
-            numbers = planned.indices if isinstance(source, Samples) else None
-            raise TrainingError(_misfit(items, numbers, error)) from error
+def name_of_batch(planned: Planned) -> Name:
+    """The name of what a collation draws: it follows from the first sample, so that ranks and workers don't matter."""
+    return "collate", planned.positions[0] if planned.positions else None, planned.place
+
+
+def collated(source: Source, collate: Collate, items: list[Any], planned: Planned) -> Batch:
+    """A batch of samples."""
+    try:
+        return collate(items)
+    except Exception as error:
+        if collate is not default_collate and not isinstance(collate, PaddedStack):
+            raise
+        numbers = planned.indices if isinstance(source, Samples) else None
+        raise TrainingError(_misfit(items, numbers, error)) from error
 
 
 def _misfit(items: Sequence[Any], numbers: Sequence[int] | None, error: Exception) -> str:
@@ -95,12 +102,14 @@ class Batches:
         self, samples: Samples, collate: Collate = default_collate, seed: int = 0, name: str = "the data set"
     ) -> None:
         """seed: of what samples draw. name: of the data set, for messages."""
-        self._samples, self._collate, self._seed, self._name = samples, collate, seed, name
-        self._has_given, self._epoch = False, 0
+        self._samples, self._collate, self._name = samples, collate, name
+        self._draws = Draws(seed, samples) if samples.draws else None
+        self._has_given, self._epoch, self._size = False, 0, max(1, len(samples))
+        self.draws = samples.draws
 
     def __getitem__(self, planned: Planned) -> Loaded:
         items = self._items(planned)
-        batch = collated(self._samples, self._collate, items, self._seed, planned)
+        batch = self._collated(items, planned)
         if not self._has_given and not isinstance(self._collate, Packing):
             refuse_fewer_rows(self._name, len(items), batch)
         self._has_given = True
@@ -108,24 +117,51 @@ class Batches:
             batch = self._collate.blank(batch)
         return Loaded(planned, batch)
 
+    def _collated(self, items: list[Any], planned: Planned) -> Batch:
+        def collate(*_: object) -> Batch:
+            return collated(self._samples, self._collate, items, planned)
+
+        if self._draws is None or self._collate is default_collate:
+            return collate()
+        return self._draws.of([name_of_batch(planned)], collate)[0]
+
     def _items(self, planned: Planned) -> list[Any]:
         """The samples; the first ones of this process are looked at."""
         positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
-        places = [(int(index), position) for index, position in zip(planned.indices, positions, strict=True)]
+        places = list(zip(map(int, planned.indices), positions, strict=True))
         if self._has_given or not places:
-            return [self._sample(*place) for place in places]
-        first = self._sample(*places[0])
+            return self._samples_at(places)
+        [first] = self._samples_at(places[:1])
         before = snapshot(first)
-        items = [first, *(self._sample(*place) for place in places[1:])]
+        items = [first, *self._samples_at(places[1:])]
         refuse_reused_memory(self._name, before, first)
-        if not self._samples.draws:
-            refuse_other_item(self._name, places[0][0], before, self._sample(*places[0]))
+        refuse_other_item(self._name, places[0][0], before, self._samples_at(places[:1])[0], self.draws)
         return items
 
-    def _sample(self, index: int, position: int | None) -> Any:
-        """position: in the order; None in an evaluation."""
-        if position is not None and position // len(self._samples) != self._epoch:
-            self._epoch = position // len(self._samples)
-            self._samples.set_epoch(self._epoch)
-        with drawing(self._seed, index, position) if self._samples.draws else nullcontext():
+    def _samples_at(self, places: Sequence[Drawn]) -> list[Any]:
+        found = []
+        for epoch, group in groupby(places, self._epoch_at):
+            if epoch not in (None, self._epoch):
+                self._begin(epoch)
+            found += self._of_epoch(list(group))
+        return found
+
+    def _epoch_at(self, place: Drawn) -> int | None:
+        return None if place[1] is None else place[1] // self._size
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        if self._draws is None:
+            self._samples.set_epoch(epoch)
+            return
+        with self._draws.held():
+            self._draws.seeded(("epoch", epoch), partial(self._samples.set_epoch, epoch))
+
+    def _of_epoch(self, places: Sequence[Drawn]) -> list[Any]:
+        def together() -> list[Any]:
+            return self._samples.__getitems__([index for index, _ in places])
+
+        def each(index: int, _: int | None) -> Any:
             return self._samples[index]
+
+        return together() if self._draws is None else self._draws.of(places, each, together)

@@ -1,10 +1,13 @@
-"""Loads micro batches ahead of the step, on a thread."""
+"""Loads micro batches ahead of the step, on a thread; those whose data may draw random numbers in this process between two steps,
+since torch, NumPy and Python have one generator for all threads.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.base.side_stream import Done, SideStream
+from hpctrain.base.torch_private import without_modes
 from hpctrain.contracts.model import Batch, tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
@@ -28,7 +32,7 @@ Item: TypeAlias = tuple[MicroBatch, Done, Sequence[int], StepEnd | None] | BaseE
 
 
 class Loader:
-    """Iterates over the micro batches of `plan`; loads and moves up to the pool's `prefetch` of them in advance."""
+    """Iterates over the micro batches of `plan`; a thread loads and moves up to the pool's `prefetch` of them in advance."""
 
     def __init__(
         self,
@@ -52,8 +56,10 @@ class Loader:
         self._step_end: StepEnd | None = None
         self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
-        self._thread.start()
+        self._items, self._thread = self._loaded(), None
+        if not pool.draws_here:
+            self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
+            self._thread.start()
 
     @property
     def ends_unplanned(self) -> bool:
@@ -64,7 +70,7 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        item = self._ready.get()
+        item = self._ready.get() if self._thread is not None else self._next()
         if item is None:
             raise StopIteration
         if isinstance(item, HpctrainError):
@@ -91,33 +97,39 @@ class Loader:
     def close(self) -> None:
         """Stop loading and drop the micro batches loaded ahead."""
         self._closed.set()
-        while self._thread.is_alive():
-            try:
+        while self._thread is not None and self._thread.is_alive():
+            with suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
 
     def _run(self) -> None:
+        while not self._closed.is_set():
+            self._put(item := self._next())
+            if not isinstance(item, tuple):
+                return
+
+    def _next(self) -> Item:
+        """The next item: an error, for `__next__` to raise, and None are the last."""
         try:
-            use_device(self._device)  # pinning memory creates a context on the current device
-            copies = SideStream(self._device)
-            places: dict[int, Place] = {}
-            for loaded in self._pool.load(self._plan):
-                planned = loaded.planned
-                places.update([loaded.place] if loaded.place else [])
-                batch = self._split(loaded.batch)
-                terms, flops = self._count(batch) if planned.counts else 0, self._flops(loaded.batch)
-                given = list(tensors_in(batch))
-                # a dataset may compute on the device: then the copy waits for all that is to be computed
-                with copies.entered(any(is_accelerator(one.device) for one in given), given):
-                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops, loaded.seconds)
-                end = None if planned.after is None else (planned.after, dict(places))
-                self._put((micro, copies.done(), planned.indices, end))
-                if self._closed.is_set():
-                    return
-            self._put(None)
-        except BaseException as error:  # __next__ raises it
-            self._put(error)
+            with without_modes():  # the caller's are not for code of the data, as on a thread
+                return next(self._items, None)
+        except (Exception, SystemExit) as error:
+            return error
+
+    def _loaded(self) -> Iterator[Item]:
+        use_device(self._device)  # pinning memory creates a context on the current device
+        copies = SideStream(self._device)
+        places: dict[int, Place] = {}
+        for loaded in self._pool.load(self._plan):
+            planned = loaded.planned
+            places.update([loaded.place] if loaded.place else [])
+            batch = self._split(loaded.batch)
+            terms, flops = self._count(batch) if planned.counts else 0, self._flops(loaded.batch)
+            given = list(tensors_in(batch))
+            # a dataset may compute on the device: then the copy waits for all that is to be computed
+            with copies.entered(any(is_accelerator(one.device) for one in given), given):
+                micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops, loaded.seconds)
+            end = None if planned.after is None else (planned.after, dict(places))
+            yield micro, copies.done(), planned.indices, end
 
     def _put(self, item: Item) -> None:
         while not self._closed.is_set():

@@ -99,40 +99,43 @@ class Pool:
         prefetch: int = 2,
         start_method: StartMethod = "forkserver",
     ) -> None:
-        """workers: 0 loads in this process. prefetch: micro batches that each worker loads in advance."""
+        """workers: 0 loads in this process. prefetch: micro batches that each worker loads in advance.
+
+        draws_here: whether code that may draw random numbers runs in this process.
+        """
         self.prefetch, self._workers = prefetch, workers
         self.ends_unplanned = isinstance(batches, EvaluatedStream)
+        self.draws_here = batches.draws and workers == 0
         self._requests = _PassSampler()
         self._processes: list[BaseProcess] = []
         self._stacks: Path | None = None
         self._batches, self._method = batches, start_method
-        self._loader = self._new_loader()
+        self._here = _Timed(batches)
+        self._loader = self._new_loader() if workers else None
 
     def _new_loader(self) -> DataLoader[Any]:
         """A loader whose workers have not started."""
-        context: dict[str, Any] = {}
-        sent: Any = _Timed(self._batches)
-        if self._workers:
-            # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
-            method: Any = multiprocessing.get_context(self._method)
-            if self._method == "forkserver":
-                method.set_forkserver_preload([_PRELOADED])  # torch is imported once
-                sent = _Sent(self._batches)
-            context = {"multiprocessing_context": method, "prefetch_factor": self.prefetch, "persistent_workers": True}
+        sent = self._here
+        # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
+        method: Any = multiprocessing.get_context(self._method)
+        if self._method == "forkserver":
+            method.set_forkserver_preload([_PRELOADED])  # torch is imported once
+            sent = _Sent(self._batches)
         return DataLoader(
-            sent,
+            sent,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._requests,
             num_workers=self._workers,
             collate_fn=_as_it_is,
-            **context,
+            multiprocessing_context=method,
+            prefetch_factor=self.prefetch,
+            persistent_workers=True,
         )
 
     def load(self, plan: Iterator[Planned]) -> Iterator[Loaded]:
         """Load the micro batches of `plan` in one pass. A pass that is left early does not disturb the next one."""
-        self._requests.plan = plan
         try:
-            for loaded in self._started() if self._workers else self._loader:
+            for loaded in self._started(plan) if self._workers else map(self._here.__getitem__, plan):
                 if loaded is None:  # the end of a stream
                     return
                 yield replace(loaded, seconds=loaded.seconds / max(1, self._workers))
@@ -145,7 +148,9 @@ class Pool:
                 'in a notebook needs workers = 0 or start_method = "fork"'
             ) from error
 
-    def _started(self) -> Iterator[Loaded | None]:
+    def _started(self, plan: Iterator[Planned]) -> Iterator[Loaded | None]:
+        assert self._loader is not None
+        self._requests.plan = plan
         keep_from_children()
         if self._stacks is None:
             self._stacks = new_directory()
@@ -162,7 +167,7 @@ class Pool:
             LOG.info("the data has more tensors than a fork server takes: %d workers start anew", self._workers)
             self._method = "spawn"
             self._loader = self._new_loader()
-            return self._started()
+            return self._started(plan)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
                 f"[dataset] workers = {self._workers}: the data can't be sent to worker processes ({type(error).__name__}: "
@@ -174,7 +179,8 @@ class Pool:
 
     def close(self) -> None:
         """End the workers; no pass may be running."""
-        end_workers(self._loader)
+        if self._loader is not None:
+            end_workers(self._loader)
         for process in self._processes:  # one that is still reading; it has SIGTERM blocked
             process.kill()
         if self._stacks is not None:

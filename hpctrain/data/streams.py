@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
+from hpctrain.base.draws import Draws, Name
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.json_values import decode, encode
-from hpctrain.base.random_numbers import drawing
 from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
-from hpctrain.data.batches import Loaded, Place, collated
+from hpctrain.contracts.model import Batch
+from hpctrain.data.batches import Loaded, Place, collated, name_of_batch
 from hpctrain.data.plan import Planned
 from hpctrain.model.conformance.data import refuse_reused_memory, snapshot
+
+T = TypeVar("T")
 
 _END = object()
 
 
 class Reader:
-    """Reads the items of a stream, or of one of its shards, from a place on."""
+    """Reads the items of a stream, or of one of its shards, from a place on, within `held`."""
 
     def __init__(self, stream: Stream, seed: int, place: Place, shards: int = 1, shard: int = 0) -> None:
         """seed: of what the stream draws; each item draws by its epoch and number."""
         self._stream = stream.shard(shards, shard) if shards > 1 else stream
         self._name = f"shard {shard} of {shards} of the stream" if shards > 1 else "the stream"
-        self._seed, self._shard, self._place = seed, shard, place
+        self._shard, self._place = shard, place
+        self._draws = Draws(seed, self._stream) if stream.draws else None
         self._epoch, self.items = place.epoch, place.items
         self._iterator: Iterator[Any] | None = None
+
+    def held(self) -> AbstractContextManager[None]:
+        """Leave the generators that the stream draws from as they were before."""
+        return nullcontext() if self._draws is None else self._draws.held()
+
+    def called(self, name: Name, call: Callable[[], T]) -> T:
+        """The result of a call of the stream's code; what it draws follows from the name."""
+        return call() if self._draws is None else self._draws.seeded(name, call)
 
     def take(self) -> Any:
         """The next item; the first of the next epoch at the end."""
@@ -59,7 +72,7 @@ class Reader:
         return Place(self._epoch, self.items, text)
 
     def _begun(self) -> Iterator[Any]:
-        self._stream.set_epoch(self._epoch)
+        self.called(("epoch", self._shard, self._epoch), partial(self._stream.set_epoch, self._epoch))
         state, self._place = self._place.state, Place()
         if state is not None:
             self._stream.load_state(decode(json.loads(state)))
@@ -73,9 +86,7 @@ class Reader:
         return iterator
 
     def _next(self, iterator: Iterator[Any], number: int) -> Any:
-        draws = self._stream.draws
-        with drawing(self._seed, "stream", self._shard, self._epoch, number) if draws else nullcontext():
-            return next(iterator, _END)
+        return self.called(("stream", self._shard, self._epoch, number), partial(next, iterator, _END))
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class TrainedStream:
     ) -> None:
         """name: of the data set, for messages."""
         self._stream, self._collate, self._seed, self._reading, self._name = stream, collate, seed, reading, name
-        self._has_given = False
+        self._has_given, self.draws = False, stream.draws
         self._position = reading.position
         self._reader: Reader | None = None
         self._shard = 0
@@ -115,21 +126,25 @@ class TrainedStream:
             hide_worker()
             place = self._reading.places[self._shard]
             self._reader = Reader(self._stream, self._seed, place, self._reading.shards, self._shard)
+        with self._reader.held():
+            return self._read(self._reader, planned)
+
+    def _read(self, reader: Reader, planned: Planned) -> Loaded:
         sharded = self._reading.shards > 1
         if not sharded:
-            self._skip_to(self._reader, planned.positions[0])
-        items = [self._reader.take() for _ in planned.indices[:1]]
+            self._skip_to(reader, planned.positions[0])
+        items = [reader.take() for _ in planned.indices[:1]]
         before = None if self._has_given else snapshot(items)
-        items += [self._reader.take() for _ in planned.indices[1:]]
+        items += [reader.take() for _ in planned.indices[1:]]
         if not self._has_given:
             refuse_reused_memory(self._name, before, items[:1])
         self._has_given = True
-        batch = collated(self._stream, self._collate, items, self._seed, planned)
+        batch = _batch(reader, self._stream, self._collate, items, planned)
         self._position += len(planned.indices)
         if not sharded and planned.after is not None:
-            self._skip_to(self._reader, planned.after)  # then all ranks have the same place
+            self._skip_to(reader, planned.after)  # then all ranks have the same place
         known = sharded or planned.after is not None
-        return Loaded(planned, batch, (self._shard, self._reader.place()) if known else None)
+        return Loaded(planned, batch, (self._shard, reader.place()) if known else None)
 
     def _skip_to(self, reader: Reader, position: int) -> None:
         while self._position < position:
@@ -144,14 +159,19 @@ class EvaluatedStream:
     def __init__(self, stream: Stream, collate: Collate, seed: int) -> None:
         self._stream, self._collate, self._seed = stream, collate, seed
         self._reader: Reader | None = None
+        self.draws = stream.draws
 
     def __getitem__(self, planned: Planned) -> Loaded | None:
         """None behind the end. A rank without an item in the last block repeats the block's first, which does not count."""
         if self._reader is None or planned.place == 0:
             self._reader = Reader(self._stream, self._seed, Place())
+        with self._reader.held():
+            return self._read(self._reader, planned)
+
+    def _read(self, reader: Reader, planned: Planned) -> Loaded | None:
         first, mine = [], []
-        while self._reader.items <= planned.indices[-1]:
-            number, item = self._reader.items, self._reader.take_of_epoch()
+        while reader.items <= planned.indices[-1]:
+            number, item = reader.items, reader.take_of_epoch()
             if item is _END:
                 break
             first += [item] * (number == planned.place)
@@ -159,4 +179,8 @@ class EvaluatedStream:
         if not first:
             return None
         planned = replace(planned, counts=bool(mine))
-        return Loaded(planned, collated(self._stream, self._collate, mine or first, self._seed, planned))
+        return Loaded(planned, _batch(reader, self._stream, self._collate, mine or first, planned))
+
+
+def _batch(reader: Reader, stream: Stream, collate: Collate, items: list[Any], planned: Planned) -> Batch:
+    return reader.called(name_of_batch(planned), partial(collated, stream, collate, items, planned))

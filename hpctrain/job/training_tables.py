@@ -38,12 +38,12 @@ class DatasetTable(SlotTable):
     seq_length: int | None = Field(default=None, ge=1)
     """Tokens per sample (default: the model's max_seq_length)."""
     workers: int | None = Field(default=None, ge=0, le=1024)
-    """Processes that load samples; 0 loads on a thread of the rank (default: 0, or num_workers of a DataLoader of your own)."""
+    """Processes that load samples; 0 loads in the rank's process (default: 0, or num_workers of a DataLoader of your own)."""
     start_method: Literal["spawn", "forkserver", "fork"] = "forkserver"
     """How worker processes start: from a process that has imported torch and has no MPI, anew, or as a copy of the rank, which
     shares its data but is undefined under MPI."""
     prefetch: int = Field(default=2, ge=1)
-    """Micro batches to load ahead of the step."""
+    """Micro batches that each worker loads ahead of the step; without workers, a thread does if the data draws no numbers."""
     weights: str | None = None
     """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
     sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""

@@ -94,7 +94,7 @@ def _write(file: BinaryIO, name: str, make: Callable[[Write], Any]) -> Any:
 def _place(temporary: Path, path: Path, note: Any) -> Any:
     """Give the complete file its name, unless another process was faster; return the note of the file that is there."""
     try:
-        os.link(temporary, path)  # unlike a rename, it replaces nothing
+        os.link(temporary, path)  # unlike a rename, it replaces no file that others have mapped: over NFS, SIGBUS
         return note
     except FileExistsError:
         found = _note(path)

@@ -26,8 +26,7 @@ from hpctrain.base.safe_files import (
     scratch_directory,
     temporary_place,
 )
-from hpctrain.cli.bench import start_measuring, tell_measured
-from hpctrain.cli.bench.spread import Spread, spread
+from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example, say, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
@@ -38,7 +37,7 @@ __all__ = [
     "EXIT_TRAINING",
     "EXIT_USAGE",
     "EnvironmentUnfitError",
-    "Spread",
+    "OpenGroup",
     "UsageError",
     "closed_directory",
     "escaped",
@@ -56,8 +55,5 @@ __all__ = [
     "say",
     "scratch_directory",
     "set_option",
-    "spread",
-    "start_measuring",
-    "tell_measured",
     "temporary_place",
 ]

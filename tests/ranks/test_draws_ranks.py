@@ -12,7 +12,7 @@ from modules import built
 from torch.nn.functional import cross_entropy
 from training import train_here
 
-from hpctrain.base.random_numbers import drawing
+from hpctrain.base.draws import Draws
 from hpctrain.data.order import SampleOrder
 from hpctrain.plugins.user_code.dataset import UserDataset
 
@@ -32,12 +32,12 @@ def test_augmentation_is_that_of_one_process(root) -> None:
     opened = UserDataset.from_table("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(50, 9, opened.fingerprint()), []
+    draws = Draws(9, opened)
     for step in range(10):
         positions = range(24 * step, 24 * (step + 1))
         batch = []
         for index, position in zip(order.at(positions.start, positions.stop).tolist(), positions, strict=True):
-            with drawing(9, index, position):
-                batch.append(opened[index])
+            batch += draws.of([(index, position)], lambda index, _: opened[index])
         inputs, labels = torch.stack([one for one, _ in batch]), torch.stack([label for _, label in batch])
         loss = cross_entropy(module(inputs), labels)
         optimizer.zero_grad()

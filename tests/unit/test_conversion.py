@@ -13,7 +13,7 @@ import pytest
 import tomli
 from click.testing import CliRunner
 from conftest import TINY
-from hpctrain_plugins.convert.conversion import LIBRARIES, converted
+from hpctrain_tools.convert.conversion import LIBRARIES, converted
 
 import hpctrain
 from hpctrain.base.errors import UsageError

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.base.random_numbers import drawing
+from hpctrain.base.draws import Draws
 
 AUGMENTED = """
 import random
@@ -72,7 +70,6 @@ def run(output: str, steps: int = 12, seed: int = 1, **dataset: Any) -> list[flo
 def test_a_job_with_augmentation_and_dropout_is_the_same_twice_with_workers_and_after_a_resume() -> None:
     straight = run("straight")
     assert run("again") == straight
-    assert run("ahead", prefetch=8) == straight, "however far ahead the thread is of the model"
     assert run("workers", workers=2) == straight
     run("halves", steps=7)
     assert run("halves") == straight
@@ -86,39 +83,88 @@ def test_every_epoch_draws_anew() -> None:
     assert len({tuple(image) for image in drawn}) == 3, "once in each epoch"
 
 
-def test_threads_do_not_share_draws() -> None:
-    """The loaders of training and evaluation run at the same time."""
+class Items:
+    """One item for each way to draw. kept: generators of its own."""
 
-    def item(number: int) -> tuple[float, ...]:
-        with drawing("item", number):
-            first = random.random(), np.random.rand()
-            time.sleep(0.002)
-            return (*first, random.random(), np.random.rand(), torch.distributions.Beta(2.0, 3.0).sample().item())
+    def __init__(self) -> None:
+        self.kept = [
+            np.random.default_rng(5),
+            np.random.RandomState(5),
+            random.Random(5),
+            torch.Generator().manual_seed(5),
+        ]
+        self.kept.append(np.random.Generator(np.random.MT19937(5)))  # type: ignore[arg-type]
 
-    alone = [item(number) for number in range(20)]
-    state = random.getstate()
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(item, range(20))) == alone
-    assert random.getstate() == state
+    def python(self, *_: object) -> float:
+        return random.gauss(0, 1)
+
+    def numpy(self, *_: object) -> float:
+        return float(np.random.randn())
+
+    def torch(self, *_: object) -> float:
+        return torch.randn(1).item()
+
+    def seeded(self, *_: object) -> float:
+        torch.manual_seed(7)
+        return torch.rand(1).item() + random.random()
+
+    def forked(self, *_: object) -> float:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return torch.rand(1).item()
+
+    def own(self, *_: object) -> tuple[float, ...]:
+        new, old, python, of_torch, twister = self.kept
+        return new.random(), old.rand(), python.random(), torch.rand(1, generator=of_torch).item(), twister.random()  # type: ignore
 
 
-def test_generators_are_left_as_they_were() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    draws = []
-    for _ in range(2):
-        with drawing(1, "x"):
-            like = torch.zeros(2, 3, dtype=torch.float64)
-            draws.append([
-                torch.rand(2), torch.randn_like(like), torch.rand_like(like), torch.randperm(9), torch.randint(5, (4,)),
-                torch.zeros(3).normal_(), torch.full((5,), 0.5).bernoulli(), torch.multinomial(torch.ones(4), 2),
-                torch.tensor(random.random()), torch.tensor(np.random.rand()),
-            ])  # fmt: skip
-    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(*draws, strict=True))
-    assert draws[0][1].shape == (2, 3) and draws[0][1].dtype == torch.float64
-    with drawing(2, "x"):
-        assert not torch.equal(torch.rand(2), draws[0][0])
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+WAYS = ("python", "numpy", "torch", "seeded", "forked", "own")
+
+
+def generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), rest  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draw_follows_from_its_name_and_is_not_seen_by_the_model(way: str) -> None:
+    np.random.randn()  # the next one is drawn in advance
+    before = generators()
+    items = Items()
+    draws, one = Draws(3, items), getattr(items, way)
+    together = draws.of([(number,) for number in range(6)], one)
+    assert len(set(together)) == (1 if way == "forked" else 6) or way == "seeded"
+    apart = Draws(3, items)
+    assert [apart.of([(number,)], one)[0] for number in reversed(range(6))] == together[::-1], (
+        "by any rank, in any order"
+    )
+    assert draws.of([(2,), (5,)], one) == [together[2], together[5]], "after others"
+    with apart.held():
+        assert apart.seeded((4,), one) == together[4], "as an item of a stream"
+    if way not in ("forked",):
+        assert Draws(4, items).of([(2,)], one) != [together[2]]
+    after = generators()
+    assert after == before
+
+
+def test_calls_that_draw_nothing_are_called_once_and_late_draws_are_found() -> None:
+    calls: list[int] = []
+
+    def item(number: int) -> float:
+        calls.append(number)
+        return random.random() if number >= 3 else 0.0
+
+    draws = Draws(1, None)
+    for first in (0, 1):
+        draws.of([(first,), (first + 1,)], item)
+    assert calls == [0, 1, 1, 2]
+    late = draws.of([(2,), (3,), (4,)], item)
+    assert calls[4:] == [2, 3, 4, 2, 3, 4]
+    assert late == [0.0, *(draws.of([(number,)], item)[0] for number in (3, 4))]
+    assert len(calls) == 12, "then each is seeded and called once"
+
+
+def test_data_that_cannot_be_seeded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Path("augmented.py").write_text(AUGMENTED.replace("np.random.rand()", "np.random.default_rng().random()"))
+    run("out", steps=1)
+    assert "gave another item" in caplog.text and "default_rng(index)" in caplog.text

@@ -319,7 +319,10 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
             goes_on.wait()  # hangs here
             return torch.zeros(2)
 
-    source = UserSamples("here:Hangs", Hangs([0]), None, None)
+    class Samples(UserSamples):
+        draws = False  # then a thread loads
+
+    source = Samples("here:Hangs", Hangs([0]), None, None)
     loader = Loader(
         Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, len, torch.device("cpu"), torch.float32
     )

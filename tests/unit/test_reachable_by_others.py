@@ -28,8 +28,8 @@ STARTS = re.compile(
 )
 CHILDREN = re.compile(r"python_(module|code)|guard_multiprocessing|keep_from_children")
 OTHER_PROGRAMS = {
-    "hpctrain/planning/fit.py": "multiprocessing forks",
-    "hpctrain/planning/processes.py": "multiprocessing forks",
+    "plugins/hpctrain_tools/plan/fit.py": "multiprocessing forks",
+    "plugins/hpctrain_tools/plan/processes.py": "multiprocessing forks",
     "hpctrain/training/starts.py": "git",
     "hpctrain/training/deadline.py": "squeue, flux",
     "hpctrain/toolkit/scripts.py": "a scheduler's commands",
@@ -58,25 +58,25 @@ WRITTEN = {
     "hpctrain/training/starts.py": "shell: a command that is shown",
     "hpctrain/cli/run.py": "shell: a command that is shown",
     "plugins/hpctrain-horovod/hpctrain_horovod/starter/workers.py": "shell: a command for ssh, in which a quoted line end is one",
-    "plugins/hpctrain_plugins/report/pages.py": "HTML: autoescape, `_printable`; Markup is matplotlib's SVG; Markdown: `_plain`",
-    "plugins/hpctrain_plugins/convert/reading.py": "yaml: a safe loader without aliases",
-    "plugins/hpctrain_plugins/convert/conversion.py": "TOML: `one_line` and tomli_w, read again and compared",
+    "plugins/hpctrain_tools/report/pages.py": "HTML: autoescape, `_printable`; Markup is matplotlib's SVG; Markdown: `_plain`",
+    "plugins/hpctrain_tools/convert/reading.py": "yaml: a safe loader without aliases",
+    "plugins/hpctrain_tools/convert/conversion.py": "TOML: `one_line` and tomli_w, read again and compared",
     "plugins/hpctrain_plugins/scheduler/kubernetes/__init__.py": "YAML: read again and compared",
-    "hpctrain/planning/fitted.py": "TOML: tomli_w",
+    "plugins/hpctrain_tools/plan/fitted.py": "TOML: tomli_w",
     "hpctrain/checking/resolved.py": "TOML: tomli_w",
-    "hpctrain/starting/scheduler/prepare.py": "TOML: tomli_w",
-    "hpctrain/cli/bench/__init__.py": "TOML: tomli_w",
+    "plugins/hpctrain_tools/submit/prepare.py": "TOML: tomli_w",
+    "plugins/hpctrain_tools/commands/bench.py": "TOML: tomli_w",
     "plugins/hpctrain-ray/hpctrain_ray/running.py": "TOML: tomli_w",
 }
 PRINTS = re.compile(r"click\.(echo|secho)|print|sys\.(stdout|stderr)\.write")
 PRINTED = {
     "hpctrain/cli/options.py": "`say`, the helper",
     "hpctrain/cli/__init__.py": "errors, which escape their messages",
-    "hpctrain/cli/sample.py": "a model's text, without control characters on a terminal",
-    "hpctrain/viewing/screen.py": "control sequences of its own",
-    "hpctrain/viewing/top.py": "the lines of viewing/lines.py, which escapes what it reads",
+    "plugins/hpctrain_tools/commands/sample.py": "a model's text, without control characters on a terminal",
+    "plugins/hpctrain_tools/runs/screen.py": "control sequences of its own",
+    "plugins/hpctrain_tools/runs/top.py": "the lines of runs/lines.py, which escapes what it reads",
 }
-COMMANDS = ("hpctrain/cli/", "hpctrain/viewing/", "/commands/", "hpctrain_plugins/profile/asking.py")
+COMMANDS = ("hpctrain/cli/", "plugins/hpctrain_tools/runs/", "/commands/", "hpctrain_tools/profile/asking.py")
 SHARED = re.compile(
     r"tempfile(\.\w+)?|pathlib\.Path\.home|os\.path\.expand(user|vars)|shutil\.rmtree"
     r"|closed_directory|scratch_directory|own_directory|temporary_place|cache_directory|sweep|sweep_memory|(/tmp|/dev/shm|/var/tmp|~)(/.*)?"
@@ -90,13 +90,13 @@ DIRECTORIES = {
     "hpctrain/base/store/credentials.py": "~/.hpctrain by `own_directory`; a file that is not closed is not read",
     "hpctrain/job/environment.py": "compilers' caches: `own_directory`, and nobody else can rename it; /tmp after $TMPDIR",
     "hpctrain/starting/processes.py": "/dev/shm: MPICH's files of this user that no process has mapped",
-    "hpctrain/cli/doctor/node.py": "/dev/shm: its size; the home: a scratch directory",
-    "hpctrain/cli/bench/__init__.py": "rank 0's scratch directory, on other nodes",
-    "hpctrain/cli/doctor/directory.py": "its own",
+    "plugins/hpctrain_tools/doctor/node.py": "/dev/shm: its size; the home: a scratch directory",
+    "plugins/hpctrain_tools/commands/bench.py": "rank 0's scratch directory, on other nodes",
+    "plugins/hpctrain_tools/doctor/directory.py": "its own",
     "hpctrain/ranks/starter_directory.py": "its starter's; `sweep`: closed, with a pipe that nobody reads",
     "hpctrain/ranks/watchdog/workers.py": "its own",
     "hpctrain/toolkit/checkpoint/files.py": "a file without a name",
-    "plugins/hpctrain_plugins/profile/merging.py": "a file without a name",
+    "plugins/hpctrain_tools/profile/merging.py": "a file without a name",
     "hpctrain/training/kernels.py": "runs unused for 30 days, in the user's cache",
     "hpctrain/training/loading.py": "its own temporary name beside the target",
     "hpctrain/checkpoint/conversion.py": "its own temporary name beside the target",
@@ -105,18 +105,27 @@ DIRECTORIES = {
     "plugins/hpctrain-ray/hpctrain_ray/private_directories.py": "its own",
     "plugins/hpctrain-ray/hpctrain_ray/attendant.py": "its own",
     "plugins/hpctrain-ray/hpctrain_ray/rank.py": "its own; checkpoints that were sent to it",
-    "plugins/hpctrain_plugins/profile/gathering.py": "its own temporary name beside the target",
-    "plugins/hpctrain_plugins/profile/windows.py": "its own",
-    "plugins/hpctrain_plugins/commands/bench_checkpoint.py": "its own",
-    "plugins/hpctrain_plugins/bench/checkpoint.py": "its own",
-    "plugins/hpctrain_plugins/bench/running.py": "the job's, on other nodes",
+    "plugins/hpctrain_tools/profile/gathering.py": "its own temporary name beside the target",
+    "plugins/hpctrain_tools/profile/windows.py": "its own",
+    "plugins/hpctrain_tools/commands/bench_checkpoint.py": "its own",
+    "plugins/hpctrain_tools/bench/checkpoint.py": "its own",
+    "plugins/hpctrain_tools/bench/running.py": "the job's, on other nodes",
     "plugins/hpctrain_plugins/scheduler/kubernetes/manifests.py": "/dev/shm: a container's mount",
 }
 READERS = (
-    "hpctrain/viewing/", "hpctrain/checking/", "hpctrain/checkpoint/", "hpctrain/training/", "hpctrain/starting/scheduler/",
-    "hpctrain_plugins/report/", "hpctrain_plugins/profile/", "hpctrain_plugins/logger/", "hpctrain_plugins/checkpoint/",
-    "hpctrain_plugins/convert/", "hpctrain_ray/ids.py", "hpctrain_ray/detached.py",
-)  # fmt: skip
+    "plugins/hpctrain_tools/runs/",
+    "hpctrain/checking/",
+    "hpctrain/checkpoint/",
+    "hpctrain/training/",
+    "plugins/hpctrain_tools/submit/",
+    "hpctrain_tools/report/",
+    "hpctrain_tools/profile/",
+    "hpctrain_plugins/logger/",
+    "hpctrain_plugins/checkpoint/",
+    "hpctrain_tools/convert/",
+    "hpctrain_ray/ids.py",
+    "hpctrain_ray/detached.py",
+)
 """Files that read a run's files or a checkpoint's."""
 OPENS = re.compile(r"open|io\.open|os\.open|gzip\.open|\?\.(open|read_text|read_bytes|write_text|write_bytes)")
 DESCRIPTORS = ("fd", "descriptor", "output", "packed", "os.devnull")
@@ -127,9 +136,9 @@ OPENED = {
     "hpctrain/training/prediction.py": "the file that this rank has made under a temporary name",
     "hpctrain/checkpoint/sources.py": "weights may be links; `open_weights` refuses what is no file",
     "hpctrain/checkpoint/conversion.py": "a new file with O_EXCL under a temporary name",
-    "plugins/hpctrain_plugins/profile/recording.py": "files in this rank's closed directory",
-    "plugins/hpctrain_plugins/profile/gathering.py": "files in this rank's closed directory",
-    "plugins/hpctrain_plugins/profile/merging.py": "a new file with O_EXCL under a temporary name",
+    "plugins/hpctrain_tools/profile/recording.py": "files in this rank's closed directory",
+    "plugins/hpctrain_tools/profile/gathering.py": "files in this rank's closed directory",
+    "plugins/hpctrain_tools/profile/merging.py": "a new file with O_EXCL under a temporary name",
 }
 
 

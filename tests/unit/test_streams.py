@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from launching import run
 from torch.nn.functional import cross_entropy
 
 import hpctrain
+from hpctrain.base.draws import Draws
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.base.random_numbers import derive_seed, drawing
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.job.raw import RawJob
@@ -253,14 +255,14 @@ def losses(job: dict[str, Any], key: str = "loss") -> list[float]:
 def plain(steps: int = 9) -> list[float]:
     """The job with Flow in a plain loop."""
     flows: Any = __import__("flows")
-    rows = []
+    rows, draws = [], Draws(3, None)
     for epoch in range(4):
         stream = flows.Flow("train")
         stream.set_epoch(epoch)
         iterator = iter(stream)
         for number in range(17):
-            with drawing(3, "stream", 0, epoch, number):
-                rows.append(next(iterator))
+            with draws.held():
+                rows.append(draws.seeded(("stream", 0, epoch, number), partial(next, iterator)))
     torch.manual_seed(derive_seed(3, "model"))
     module = torch.nn.Linear(17, 3)
     optimizer, found = torch.optim.SGD(module.parameters(), lr=0.1), []

@@ -3,6 +3,7 @@ for each."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import ContractError
+
+LOG = logging.getLogger("hpctrain")
 
 
 def snapshot(item: Any) -> object:
@@ -26,13 +29,25 @@ def snapshot(item: Any) -> object:
     return type(item), repr(item) if isinstance(item, (int, float, str, bytes)) else None
 
 
-def refuse_other_item(name: str, index: int, before: object, again: Any) -> None:
-    """Raises ContractError if item `index`, read again, is not as in the snapshot `before`. name: of the data set."""
-    if snapshot(again) != before:
-        raise ContractError(
-            f"{name} gave another item {index} when it was read again, expected items that follow from their index; a data set "
-            "whose items draw random numbers says so with `draws = True`"
-        )
+def refuse_other_item(name: str, index: int, before: object, again: Any, draws: bool) -> None:
+    """Refuse an item `index` that, read again, is not as in the snapshot `before`. name: of the data set. draws: whether its items
+    may draw random numbers, which are seeded: then it is only told.
+
+    Raises ContractError.
+    """
+    if snapshot(again) == before:
+        return
+    if draws:
+        LOG.warning(
+            "%s gave another item %d when it was read again, although Python's, NumPy's and torch's generators and those that it "
+            "keeps are seeded: this run can't be repeated, and ranks and resumes draw differently; in an item, seed a generator by "
+            "the index, as numpy.random.default_rng(index)", name, index,
+        )  # fmt: skip
+        return
+    raise ContractError(
+        f"{name} gave another item {index} when it was read again, expected items that follow from their index; a data set whose "
+        "items draw random numbers says so with `draws = True`"
+    )
 
 
 def refuse_reused_memory(name: str, before: object, item: Any) -> None:

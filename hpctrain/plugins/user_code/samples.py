@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.base.draws import Draws
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Weights
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
@@ -109,8 +109,23 @@ class UserSamples(Samples):
             return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
-        with self._calling(f"__getitem__({index})"):
+        try:
             return self._source[index]
+        except BaseException:
+            with self._calling(f"__getitem__({index})"):
+                raise
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if not hasattr(self._source, "__getitems__"):
+            return super().__getitems__(indices)
+        with self._calling("__getitems__()"):
+            items = list(self._source.__getitems__(list(indices)))
+        if len(items) != len(indices):
+            raise TrainingError(
+                f"[dataset] name = {self._reference!r}: __getitems__() returned {len(items)} items, expected one for each of "
+                f"{len(indices)} indices"
+            )
+        return items
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._source, "set_epoch"):
@@ -147,16 +162,15 @@ class UserSamples(Samples):
             with self._calling("fingerprint()"):
                 return str(self._source.fingerprint())
         digest = hashlib.blake2b(f"{self._reference} {len(self)}".encode(), digest_size=16)
-        step = max(1, len(self) // _PROBES)
-        for index in range(0, len(self), step):
-            one, other = self._saved(index), self._saved(index)
+        probed = range(0, len(self), max(1, len(self) // _PROBES))
+        names = [("fingerprint", index) for index in probed for _ in range(2)]
+        texts = iter(Draws(0, self._source).of(names, self._saved))
+        for one, other in zip(texts, texts, strict=True):
             digest.update(one if one == other else b"differs")
         return digest.hexdigest()
 
-    def _saved(self, index: int) -> bytes:
-        with drawing("fingerprint", index):
-            sample = self[index]
-        return saved(f"[dataset] name = {self._reference!r}", sample, index)
+    def _saved(self, _: str, index: int) -> bytes:
+        return saved(f"[dataset] name = {self._reference!r}", self[index], index)
 
     def _calling(self, method: str) -> AbstractContextManager[None]:
         return users_code(f"[dataset] name = {self._reference!r}: {method}")

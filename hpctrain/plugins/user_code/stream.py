@@ -6,10 +6,11 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
+from hpctrain.base.draws import Draws
 from hpctrain.base.errors import UsageError
-from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.samples import UserCollation, collation_of, saved
@@ -115,18 +116,21 @@ class UserStream(Stream):
 
     def _first(self, resumes: bool = False) -> list[str]:
         """Digests of the first items. resumes: whether the second half is read as after a resume."""
-        self.set_epoch(0)
-        items, found = iter(self), list[str]()
-        for number in range(_PROBES):
-            if resumes and number == len(found) == _PROBES // 2:
-                state = copy.deepcopy(self.state())
-                self.set_epoch(0)
-                self.load_state(state)
-                items = iter(self)
-            with drawing("fingerprint", number):
-                item = next(items, _END)
-            if item is not _END:
-                found.append(hashlib.blake2b(saved(f"[dataset] name = {self._reference!r}", item, number)).hexdigest())
+        draws, found, state = Draws(0, self._source), list[str](), None
+        with draws.held():
+            for half in range(2):
+                if resumes or half == 0:
+                    draws.seeded(("epoch", 0), partial(self.set_epoch, 0))
+                    if half:
+                        self.load_state(state)
+                    items = iter(self)
+                for number in range(half * _PROBES // 2, (half + 1) * _PROBES // 2):
+                    item = draws.seeded(("fingerprint", number), partial(next, items, _END))
+                    if item is _END:
+                        return found
+                    what = f"[dataset] name = {self._reference!r}"
+                    found.append(hashlib.blake2b(saved(what, item, number)).hexdigest())
+                state = copy.deepcopy(self.state()) if resumes else None
         return found
 
     def _calling(self, method: str) -> AbstractContextManager[None]:

@@ -1,0 +1,1 @@
+"""Text that a trained language model continues: `hpctrain sample`."""
