@@ -49,9 +49,11 @@ POISONS = """
 import os, pathlib, sys
 evil = "open(%r, 'a').write('x')\\n" % sys.argv[1]
 for top in map(pathlib.Path, sys.argv[2:]):
-    for old in [*top.glob("*")] if top.exists() and top.stat().st_uid == os.geteuid() else []:
+    for old in [*top.glob("[!.]*")] if top.exists() and top.stat().st_uid == os.geteuid() else []:
         texts = {one.relative_to(old): one.read_text() for one in old.rglob("*.py")}
-        old.rename(top / f".{old.name}")  # whose owner may not
+        if (top / f".{old.name}").exists():
+            continue
+        old.rename(top / f".{old.name}")  # its owner, in a directory of hers
         for name, text in texts.items():
             (top / old.name / name).parent.mkdir(parents=True, exist_ok=True)
             (top / old.name / name).write_text(evil + text)

@@ -22,6 +22,8 @@ from hpctrain.base.safe_files import (
     scratch_directory,
     stays,
 )
+from hpctrain.cli.options import say
+from hpctrain.training.progress import BestSoFar
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
@@ -135,8 +137,17 @@ def test_permissions_that_are_none(permissions: str, job: JobFile) -> None:
     assert done.code == 2 and "lets the owner in" in done.err, done
 
 
-def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end() -> None:
+def test_a_pipe_in_place_of_metrics_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    best = BestSoFar()
+    best.resume(tmp_path / "metrics.jsonl")
+    assert best.words() == []
+
+
+def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(HpctrainError("a\x1b[2J\nb")) == "a\\x1b[2J\nb"
+    say("a\x1b]0;x\x07b\u202e")
+    assert capsys.readouterr().out == "a\\x1b]0;x\\x07b\\u202e\n"
     nested: list[object] = ["x"]
     for _ in range(60):
         nested = [nested, nested]
