@@ -27,7 +27,7 @@ GROUPS = {
     "More": ("plugins", "schema", "convert"),
 }
 """The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
-COMMANDS = ("new", "check", "run", "where", "evaluate", "predict", "checkpoint", "plugins", "schema")
+COMMANDS = ("check", "run")
 """The core's."""
 _EXAMPLE = """\b
 Example:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import example, job_arguments, say
+from hpctrain.cli.options import example, job_arguments, say, size_text
 from hpctrain.job.environment import cached_on_node
 
 
@@ -21,7 +21,6 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     from hpctrain.checking.counts import elastic_note
     from hpctrain.checking.full_check import check_thoroughly, sizes
     from hpctrain.checking.trial import notes
-    from hpctrain.cli.checkpoint.common import size_text
     from hpctrain.job.reading import read_job
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)

@@ -54,3 +54,13 @@ split_option = click.option(
     "--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True,
     help="Of the job's dataset.",
 )  # fmt: skip
+
+
+def size_text(nbytes: int) -> str:
+    """ "1.2 GB": decimal units, as in job files."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

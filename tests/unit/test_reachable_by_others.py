@@ -122,6 +122,8 @@ READERS = (
     "hpctrain_plugins/logger/",
     "hpctrain_plugins/checkpoint/",
     "hpctrain_tools/convert/",
+    "hpctrain_tools/inference/",
+    "hpctrain_tools/checkpoint/",
     "hpctrain_ray/ids.py",
     "hpctrain_ray/detached.py",
 )
@@ -132,7 +134,7 @@ OF_FILES = re.compile(r"open_regular|open_to_change|reading|read_bytes|created|r
 OPENED = {
     "hpctrain/training/report.py": "a logger's open()",
     "hpctrain/training/assembly.py": "the report's open()",
-    "hpctrain/training/prediction.py": "the file that this rank has made under a temporary name",
+    "plugins/hpctrain_tools/inference/prediction.py": "the file that this rank has made under a temporary name",
     "hpctrain/checkpoint/sources.py": "weights may be links; `open_weights` refuses what is no file",
     "hpctrain/checkpoint/conversion.py": "a new file with O_EXCL under a temporary name",
     "plugins/hpctrain_tools/profile/recording.py": "files in this rank's closed directory",

@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 5},
     "gemma2": {"model_type": "gemma2", **_LLAMA, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
     "gemma3": {"model_type": "gemma3_text", **_LLAMA, "head_dim": 8, "sliding_window": 5},
+    "qwen2, windows": {"model_type": "qwen2", **_LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "phi3": {"model_type": "phi3", **_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt2": {
         "model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LONGEST,

@@ -44,7 +44,7 @@ def command(
         from hpctrain.checkpoint.directory import behind_name
         from hpctrain.ranks.prints import own
         from hpctrain.training.rank import answer_on_rank
-        from hpctrain_tools.sample.sampling import Prompt, sample
+        from hpctrain_tools.inference.sampling import Prompt, sample
 
         identity, read, channel = rank
         speaks = identity.rank == 0

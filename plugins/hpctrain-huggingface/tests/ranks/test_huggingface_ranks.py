@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
-from hub_models import CONFIGS
+from hub_models import ARCHITECTURES, CONFIGS
 from plain import samples_of, train_plainly
 from test_stages import compare
-from test_token_batches import losses_of
+from test_token_batches import losses_of, mean_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training import session_of, thorough, train_here
@@ -38,16 +38,17 @@ def saved(root: Path, name: str) -> Path:
     """A model that rank 0 has saved."""
     path = root / "saved"
     if dist.get_rank() == 0:
-        hub_models.save(CONFIGS[name], path, max_shard_size="20KB")
+        hub_models.save(ARCHITECTURES[name], path, max_shard_size="20KB")
     dist.barrier()
     return path
 
 
 def plain(path: Path) -> Any:
-    """What from_pretrained gives, in fp64."""
+    """What from_pretrained gives, in fp64, with transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    kinds = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **kinds)
 
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor": 2}}
@@ -108,6 +109,7 @@ def test_units_that_are_gathered_in_16_bits_stay_near_the_curve(root: Path) -> N
     compare(train_here(tables).rows, hub_models.trained_plainly(plain(path), tables), *BOUNDS["bf16"])
 
 
+PADDED: dict[str, Any] = {"batch": {"packing": False}}
 ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "ulysses"}}}
 
 
@@ -116,7 +118,9 @@ ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "uly
     [
         pytest.param("mistral", STAGE_3, marks=pytest.mark.shown_on(2)),
         pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
-        *(thorough(name, {}) for name in CONFIGS),
+        # whose samples transformers' own masks would not keep apart
+        *(thorough(name, {}) for name in (*CONFIGS, "gpt_oss")),
+        *(thorough(name, layout) for layout in (STAGE_3, PADDED) for name in ("gemma2", "gemma3", "qwen2, windows")),
         *(
             pytest.param(name, layout, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
             for layout in (CONTEXT, ULYSSES)
@@ -131,16 +135,20 @@ ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "uly
     ids=str,
 )
 def test_packed_rows(root: Path, name: str, layout: dict[str, Any]) -> None:
-    """Samples in a row with others have the losses of samples that are forwarded one by one."""
+    """Samples in a row with others, or padded, have the losses of samples that are forwarded one by one."""
     path = saved(root, name)
     dataset = {"samples": 40, "min_length": 1}
     tables = hub_models.job(root / "run", path, dataset=dataset, **layout)
-    tables["batch"] = {"tokens": 70, "micro_tokens": 30, "packing": True}
+    tables["batch"] = {"tokens": 70, "micro_tokens": 30, "packing": True, **layout.get("batch", {})}
     module = plain(path).train()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
     alone = losses_of(tables, lambda ids: module(input_ids=ids, use_cache=False).logits)
     expected = train_plainly(module, optimizer, alone, tables["optimizer"]["clip_norm"])
-    compare(train_here(tables).rows, expected, losses=1e-7, norms=1e-6)
+    found = train_here(tables)
+    compare(found.rows, expected, losses=1e-7, norms=1e-6)
+    samples = [*map(samples_of(tables, "validation").__getitem__, range(6))]
+    evaluated = mean_loss(lambda ids: module(input_ids=ids, use_cache=False).logits, samples)
+    assert found.evaluations[-1]["evaluation_loss"] == pytest.approx(evaluated.item(), rel=1e-7)
 
 
 def saved_adapter(root: Path, path: Path, **options: Any) -> Path:

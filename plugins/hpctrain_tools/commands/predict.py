@@ -11,6 +11,7 @@ import click
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
+from hpctrain.toolkit.commands import hookimpl
 
 
 @click.command(
@@ -35,8 +36,8 @@ def command(
 
     def work(*rank: Any) -> int:
         from hpctrain.checkpoint.directory import behind_name
-        from hpctrain.training.inference import Question, answer
         from hpctrain.training.rank import answer_on_rank
+        from hpctrain_tools.inference.question import Question, answer
 
         identity, read, channel = rank
         question = Question(behind_name(checkpoint), split, out, weights_of)  # type: ignore[arg-type]
@@ -48,3 +49,8 @@ def command(
     of = ["--weights-of", weights_of] if weights_of else []
     words = ("--checkpoint", str(checkpoint), "--split", split, "--out", str(out), *of)
     return on_ranks("predict", job, ranks, overrides, words, started_by, work)[0]
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

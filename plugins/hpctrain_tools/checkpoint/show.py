@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
-from hpctrain.cli.options import example, say
+from hpctrain.cli.options import example, say, size_text
+from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, files_of, table
 
 
 @click.command("show", epilog=example("hpctrain checkpoint show runs/gpt/checkpoints/latest"))

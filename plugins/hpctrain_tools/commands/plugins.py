@@ -9,6 +9,7 @@ import click
 
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example, say
+from hpctrain.toolkit.commands import hookimpl
 
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
@@ -79,3 +80,8 @@ def _table(rows: list[Listed]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     reasons = [f"{r.slot or r.entry_point} {r.name}: {r.why}".replace("  ", " ") for r in rows if r.why]
     return "\n".join(lines + (["", *reasons] if reasons else []))
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

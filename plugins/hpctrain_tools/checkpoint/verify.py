@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import CheckpointError
-from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, size_text, table
-from hpctrain.cli.options import example, say
+from hpctrain.cli.options import example, say, size_text
+from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, table
 
 EXIT_DIFFERENT = 1
 """The exit code of diff and h5diff."""

@@ -7,6 +7,7 @@ import json
 import click
 
 from hpctrain.cli.options import example, say
+from hpctrain.toolkit.commands import hookimpl
 
 
 @click.command("schema", epilog=example("hpctrain schema > schema.json"))
@@ -18,3 +19,8 @@ def command() -> None:
     schema["properties"]["extends"] = {"type": "string", "description": "A job file that this one is merged over."}
     del schema["required"]  # a file that extends another may lack any table
     say(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

@@ -10,6 +10,7 @@ import click
 
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example, say
+from hpctrain.toolkit.commands import hookimpl
 
 TEMPLATES = ("gpt", "module", "finetune")
 _PROGRAMS = {"finetune": "finetune.py"}
@@ -31,7 +32,7 @@ def command(path: Path, template: str) -> None:
                 f"{target} exists already; expected a new file: give another name, in another directory perhaps"
             )
     for target, name in written.items():
-        text = (files("hpctrain.cli") / "templates" / name).read_text(encoding="utf-8")
+        text = (files("hpctrain_tools") / "templates" / name).read_text(encoding="utf-8")
         try:
             with open(target, "x", encoding="utf-8") as file:
                 file.write(text)
@@ -39,3 +40,8 @@ def command(path: Path, template: str) -> None:
             raise UsageError(f"{target} cannot be written: {error.strerror}") from None
     told = " and ".join(map(str, written))
     say(f"wrote {told}; edit {path}, then: hpctrain check {path} && hpctrain run {path}")
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

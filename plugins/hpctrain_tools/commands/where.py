@@ -9,6 +9,7 @@ import click
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example, say
 from hpctrain.ranks.watchdog.queries import ask
+from hpctrain.toolkit.commands import hookimpl
 
 
 @click.command("where", epilog=example("hpctrain where runs/gpt"))
@@ -24,3 +25,8 @@ def command(directory: Path, timeout: float) -> None:
         raise UsageError(f"{directory} is no directory; expected the output_dir of a running job, such as runs/NAME")
     for line in ask(directory, timeout):
         say(line)
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

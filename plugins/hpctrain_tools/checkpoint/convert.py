@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, bytes_progress, files_of, size_text
-from hpctrain.cli.options import example, say, weights_of_option
+from hpctrain.cli.options import example, say, size_text, weights_of_option
+from hpctrain_tools.checkpoint.common import CHECKPOINT, PATH, Formats, bytes_progress, files_of
 
 
 @click.command(

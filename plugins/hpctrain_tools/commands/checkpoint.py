@@ -8,12 +8,13 @@ from types import FrameType
 
 import click
 
-from hpctrain.cli.checkpoint.common import Formats
-from hpctrain.cli.checkpoint.convert import export, import_weights
-from hpctrain.cli.checkpoint.list import list_checkpoints
-from hpctrain.cli.checkpoint.show import show
-from hpctrain.cli.checkpoint.verify import diff, verify
 from hpctrain.cli.groups import OpenGroup
+from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.checkpoint.common import Formats
+from hpctrain_tools.checkpoint.convert import export, import_weights
+from hpctrain_tools.checkpoint.list import list_checkpoints
+from hpctrain_tools.checkpoint.show import show
+from hpctrain_tools.checkpoint.verify import diff, verify
 
 
 @click.group("checkpoint", cls=OpenGroup)
@@ -35,3 +36,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 for one in (list_checkpoints, show, verify, diff, export, import_weights):
     command.add_command(one)
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

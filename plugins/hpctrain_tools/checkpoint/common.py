@@ -102,16 +102,6 @@ def files_of(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def size_text(nbytes: int) -> str:
-    """ "1.2 GB": decimal units, as in job files."""
-    value = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with columns as wide as their widest entry; nothing is cut, so that the output can be searched."""
     cells = [header, *([escaped(cell).replace("\n", " ") for cell in row] for row in rows)]

@@ -11,6 +11,7 @@ import click
 
 from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
+from hpctrain.toolkit.commands import hookimpl
 
 
 @click.command("evaluate", epilog=example("hpctrain evaluate job.toml -n 2 --checkpoint runs/gpt/checkpoints/best"))
@@ -31,8 +32,8 @@ def command(
 
     def work(*rank: Any) -> int:
         from hpctrain.checkpoint.directory import behind_name
-        from hpctrain.training.inference import Question, answer
         from hpctrain.training.rank import answer_on_rank
+        from hpctrain_tools.inference.question import Question, answer
 
         identity, read, channel = rank
         question = Question(behind_name(checkpoint), split, kept_by=weights_of)  # type: ignore[arg-type]
@@ -54,3 +55,8 @@ def _show(result: dict[str, Any], checkpoint: Path, split: str, as_json: bool) -
     say(f"{checkpoint} on the {split} split:")
     for name, value in result.items():
         say(f"  {name:<12} {value:,}" if isinstance(value, int) else f"  {name:<12} {value:.6g}")
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

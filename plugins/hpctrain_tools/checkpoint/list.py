@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
-from hpctrain.cli.options import example, say
+from hpctrain.cli.options import example, say, size_text
+from hpctrain_tools.checkpoint.common import PATH, Formats, files_of, table
 
 
 @click.command("list", epilog=example("hpctrain checkpoint list runs/gpt"))

@@ -20,8 +20,8 @@ from hpctrain.ranks.json_collectives import world_group
 from hpctrain.ranks.meeting import World
 from hpctrain.training.evaluation import evaluate
 from hpctrain.training.feed import evaluation_plan, make_loader, make_pool
-from hpctrain.training.prediction import Outputs, predict, refuse_outputs
 from hpctrain.training.trained_model import TrainedModel
+from hpctrain_tools.inference.prediction import Outputs, predict, refuse_outputs
 
 
 @dataclass(frozen=True)

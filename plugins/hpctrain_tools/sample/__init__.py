@@ -1,1 +1,0 @@
-"""Text that a trained language model continues: `hpctrain sample`."""
