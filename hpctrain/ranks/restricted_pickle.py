@@ -24,7 +24,9 @@ def _member(kind: Any, name: str) -> Any:
     """A member of an enum, as Python 3.11.0 to 3.11.3 write it."""
     if isinstance(kind, enum.EnumMeta):
         return kind[name]
-    raise TypeError(f"a rank sent an attribute of {type(kind).__name__}, which could run code here; expected a member of an enum")
+    raise TypeError(
+        f"a rank sent an attribute of {type(kind).__name__}, which could run code here; expected a member of an enum"
+    )
 
 
 _TORCH_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.")
