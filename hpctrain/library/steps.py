@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from hpctrain.ranks.json_collectives import together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete
+from hpctrain.training.figures import records_of_ranks
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.guard_actions import act
@@ -46,6 +47,8 @@ from hpctrain.training.start import Start
 
 LOG = logging.getLogger("hpctrain")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Step:
@@ -56,6 +59,22 @@ class Step:
 
     def __iter__(self) -> Iterator[Batch]:
         return self._deal()
+
+
+@dataclass(frozen=True)
+class EndFigures(Generic[T]):
+    """Figures that ranks tell each other at the end of a step; those that RankFigures has, too, as there.
+
+    saves: 1 if the program has asked for a checkpoint. replicas: of each model. logged: the program's numbers, by name.
+    """
+
+    stop: T
+    request: T
+    saves: T
+    terms: T
+    replicas: Sequence[T]
+    logged: Sequence[T]
+    of_meters: Sequence[T]
 
 
 class Steps:
@@ -175,19 +194,24 @@ class Steps:
         """Write the step's row, let hooks, guard and requests act, and save; the exit code so far. Collective."""
         session, updates = self.session, self._updates
         self.micro_batches, self.is_last = 1, True
-        stop = float(max(self._start.stop.level, STOPPED if session.deadline.turn() else 0))
-        request = float(session.queries is not None and session.queries.has_request)
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
-        figures = session.meters.figures(micro_batches, has_known_forwards=False)
-        terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
-        done, glances = session.progress.step + 1, [one.glance(session.progress.step + 1) for one in self._replicas]
-        told = [stop, request, float(self.saves), terms, *glances, *logged.values(), *figures]
+        done = session.progress.step + 1
+        mine: EndFigures[Figure] = EndFigures(
+            stop=float(max(self._start.stop.level, STOPPED if session.deadline.turn() else 0)),
+            request=float(session.queries is not None and session.queries.has_request),
+            saves=float(self.saves),
+            terms=session.model.loss_share * sum(micro.terms for micro in micro_batches),
+            replicas=[one.glance(done) for one in self._replicas],
+            logged=list(logged.values()),
+            of_meters=session.meters.figures(micro_batches, has_known_forwards=False),
+        )
         names = zlib.crc32(json.dumps(list(logged)).encode())
-        ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
+        ranks: list[Any] = records_of_ranks(
+            mine, partial(self._agreement.on, END_OF_STEP, session.progress.step, detail=names)
+        )
         for place, replicas in enumerate(self._replicas):
-            replicas.compare(done, [rank[4 + place] for rank in ranks])
-        ranks = [[*rank[:4], *rank[4 + len(glances) :]] for rank in ranks]
+            replicas.compare(done, [one.replicas[place] for one in ranks])
         self._tell_of_no_update()
         session.model.scaler.update(updates.finite)
         is_first = self.is_first
@@ -197,12 +221,12 @@ class Steps:
         row = self._row(list(logged), ranks, time.perf_counter() - begin)
         show_model(session, "hpctrain_step_end", step=session.progress.step, metrics=row, control=session.control)
         session.hooks.step_done()
-        if any(rank[1] for rank in ranks):
+        if any(one.request for one in ranks):
             take_request(session)
         own: OwnRow = {**session.meters.traffic(), **drained(session)}
         session.report.row({**row, **own}, session.progress.steps, session.parts.model.counts)
         self._row_before = row
-        level, self.saves = int(max(rank[0] for rank in ranks)), False
+        level, self.saves = int(max(one.stop for one in ranks)), False
         self.is_interrupted = level == INTERRUPTED
         if is_first:
             for state in self._kept:
@@ -210,7 +234,7 @@ class Steps:
         if self._acted():
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
-        save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
+        save_if_due(session, bool(level), asked=any(one.saves for one in ranks))
         return EXIT_STOPPED if level and not session.progress.done else EXIT_DONE
 
     def _tell_of_no_update(self) -> None:
@@ -224,14 +248,14 @@ class Steps:
         if self.is_first and self._start.world.identity.rank == 0:
             LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 
-    def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
+    def _row(self, logged: Sequence[str], ranks: Sequence[EndFigures[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done
         first = next(iter(self._trained))
         mine = self._newest = done.get(first, replace(self._newest, verdict=None, taken=True))
         others = {name: one for name, one in done.items() if name != first}
         session.progress.loss = mine.loss
-        count = int(sum(rank[3] for rank in ranks))
-        measured = [rank[4 + len(logged) :] for rank in ranks]
+        count = int(sum(one.terms for one in ranks))
+        measured = [one.of_meters for one in ranks]
         row = StepRow(
             loss=mine.loss,
             named_losses={f"loss_{name}": one.loss for name, one in others.items()},
@@ -254,7 +278,7 @@ class Steps:
         taken = [name for name in logged if name in found]
         if taken:
             raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name", everywhere=True)
-        means = {name: sum(rank[4 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
+        means = {name: sum(one.logged[place] for one in ranks) / len(ranks) for place, name in enumerate(logged)}
         return {**found, **means}
 
     def _acted(self) -> bool:

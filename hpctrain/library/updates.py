@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +15,12 @@ from torch import Tensor
 from hpctrain.base.errors import TrainingError
 from hpctrain.library.agreement import Agreement
 from hpctrain.library.trained import Trained
-from hpctrain.training.figures import figures_of_all
+from hpctrain.training.figures import figures_of_all, records_of_ranks
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.loop import clip, is_taken, update
+from hpctrain.training.metrics import Figure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,20 @@ class Update:
     lr: float
     taken: bool
     verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class UpdateFigures(Generic[T]):
+    """Figures that ranks tell each other of an update; the first three as `RankFigures`.
+
+    share: of this rank's losses in the mean. used: Trained.used_bits.
+    """
+
+    loss: T
+    share: T
+    square: T
+    route: T
+    used: Sequence[T]
 
 
 class Updates:
@@ -109,18 +128,21 @@ class Updates:
         """Tell all ranks this one's loss and norm."""
         session, model = trained.session, trained.model
         assert session is not None
-        mine = [
-            trained.losses * model.loss_share,
-            model.loss_share,
-            model.totals.square(gradients),
-            model.route(),
-            *trained.used_bits(),
-        ]
-        told = self._agreement.on(self._numbers[trained.name], session.progress.step, mine)
-        trained.note_used([row[4:] for row in told])
-        losses, weights, squares, routes = zip(*(row[:4] for row in told), strict=True)
-        model.refuse_other_routes(routes)
-        return figures_of_all(session, sum(losses) / sum(weights), losses, squares)
+        mine: UpdateFigures[Figure] = UpdateFigures(
+            loss=trained.losses * model.loss_share,
+            share=model.loss_share,
+            square=model.totals.square(gradients),
+            route=model.route(),
+            used=trained.used_bits(),
+        )
+        ranks: list[Any] = records_of_ranks(
+            mine, partial(self._agreement.on, self._numbers[trained.name], session.progress.step)
+        )
+        trained.note_used([one.used for one in ranks])
+        losses = [one.loss for one in ranks]
+        model.refuse_other_routes([one.route for one in ranks])
+        loss = sum(losses) / sum(one.share for one in ranks)
+        return figures_of_all(session, loss, losses, [one.square for one in ranks])
 
 
 def _strictness(verdict: Verdict | None) -> int:

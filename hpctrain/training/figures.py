@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from hpctrain.training.guard.judging import StepFigures
 from hpctrain.training.metrics import Figure, gather_row
 from hpctrain.training.session import Session
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
+Record = TypeVar("Record", bound="DataclassInstance")
 
 _ALIKE = 1e-3
 """The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
@@ -67,18 +71,22 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. Collective."""
-        names = [one.name for one in fields(self)]
-        given: list[Any] = [getattr(self, name) for name in names]
-        values = [one for value in given for one in (value if isinstance(value, Sequence) else [value])]
-        made: list[RankFigures[float]] = []
-        for row in gather_row(values, device):
-            left = iter(row)
-            found: dict[str, Any] = {
-                name: list(islice(left, len(value))) if isinstance(value, Sequence) else next(left)
-                for name, value in zip(names, given, strict=True)
-            }
-            made.append(RankFigures(**found))
-        return made
+        mine: Any = self
+        return records_of_ranks(mine, lambda values: gather_row(values, device))
+
+
+def records_of_ranks(mine: Record, gather: Callable[[list[Any]], Sequence[Sequence[float]]]) -> list[Record]:
+    """The records of all ranks: dataclasses of numbers, and of lists of them that are as long on every rank.
+
+    gather: tells all ranks this one's numbers.
+    """
+    given: list[Any] = [getattr(mine, one.name) for one in fields(mine)]
+    values = [one for value in given for one in (value if isinstance(value, Sequence) else [value])]
+    records = []
+    for row in gather(values):
+        left = iter(row)
+        records.append([list(islice(left, len(one))) if isinstance(one, Sequence) else next(left) for one in given])
+    return [type(mine)(*one) for one in records]
 
 
 def exchange_figures(
