@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from hpctrain_tools.bench import Spread, spread
 
-from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.settings import BACKEND

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
+    from hpctrain_tools.plan.plan import plan
+
     from hpctrain.job.tables import Job
     from hpctrain.library.loop import Loop, own_loop
-    from hpctrain.planning.plan import plan
     from hpctrain.training.loading import load
     from hpctrain.training.meters.memory import memory
     from hpctrain.training.rank import run
@@ -40,7 +41,7 @@ _HOMES = {
     "load": "hpctrain.training.loading",
     "memory": "hpctrain.training.meters.memory",
     "own_loop": "hpctrain.library.loop",
-    "plan": "hpctrain.planning.plan",
+    "plan": "hpctrain_tools.plan.plan",
     "run": "hpctrain.training.rank",
 }
 

@@ -34,9 +34,20 @@ _FIRST = "with every change"
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
-    "cli": {"cli", "starting", "scheduler", "job", "checking", "doctor", "training", "viewing", "hpctrain_horovod"},
+    "cli": {
+        "cli",
+        "starting",
+        "submit",
+        "scheduler",
+        "job",
+        "checking",
+        "doctor",
+        "training",
+        "runs",
+        "hpctrain_horovod",
+    },
     "faults": {"starting", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
-    "slurm": {"starting", "scheduler", "viewing", "ranks", "store", "watchdog", "doctor"},
+    "slurm": {"starting", "submit", "scheduler", "runs", "ranks", "store", "watchdog", "doctor"},
     "outside": {"plugins", "contracts", "toolkit", "user_code"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
     "test_ranks.py": {
@@ -52,8 +63,8 @@ _COMMANDS = {
     },
 }
 """Rooms that a folder of tests reaches through commands or ranks."""
-FIRST_PARTY = "hpctrain_plugins"
-"""The package of plugins in hpctrain's own distribution. Other distributions have a folder each, and are a room each."""
+FIRST_PARTY = ("hpctrain_plugins", "hpctrain_tools")
+"""The packages of plugins in hpctrain's own distribution. Other distributions have a folder each, and are a room each."""
 _OF_RANKS = "tests/test_ranks.py"
 """Runs tests/ranks and plugins/*/tests/ranks."""
 
@@ -90,11 +101,11 @@ def room_of(path: str) -> str | None:
     """The room of a source file, such as "checkpoint", a plugin's slot, or the package of a distribution under plugins/."""
     parts = Path(path).with_suffix("").parts
     if parts[0] == "plugins":
-        parts = parts[1:] if parts[1] == FIRST_PARTY else parts[2:]
+        parts = parts[1:] if parts[1] in FIRST_PARTY else parts[2:]
     if parts[0] == "hpctrain":  # the innermost folder
         folder = next((one for one in Path(*parts).parents if (ROOT / one).is_dir()), None)
         return None if folder is None or len(parts) == 1 else folder.name if len(folder.parts) > 1 else parts[1]
-    if parts[0] == FIRST_PARTY:
+    if parts[0] in FIRST_PARTY:
         return parts[1] if len(parts) > 1 else None
     return parts[0] if parts[0] in _packages() else None
 
@@ -107,7 +118,7 @@ def room_of_tests(path: Path) -> str:
 @cache
 def _packages() -> frozenset[str]:
     """The packages of the distributions under plugins/."""
-    return frozenset(path.parent.name for path in (ROOT / "plugins").glob("*/*/__init__.py")) - {FIRST_PARTY}
+    return frozenset(path.parent.name for path in (ROOT / "plugins").glob("*/*/__init__.py")) - {*FIRST_PARTY}
 
 
 def choose(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpctrain_plugins.convert.conversion import LIBRARIES
-from hpctrain_plugins.convert.rules import Rule
+from hpctrain_tools.convert.conversion import LIBRARIES
+from hpctrain_tools.convert.rules import Rule
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"

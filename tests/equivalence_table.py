@@ -1,4 +1,4 @@
-"""Writes docs/equivalence.md, and every layout's row into docs/lab/equivalence.md, from the results of the equivalence tests.
+"""Writes docs/equivalence.md from the results of the equivalence tests.
 
 export OMP_NUM_THREADS=1
 for n in 1 2 3 4 8; do
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,13 @@ million parameters for 60 steps.
 NOTES = """
 - **Deviations** are relative: the largest over all steps and cases. The tests' bound is in parentheses.
 - **Layouts**: data parallelism with the stages 0 to 3, tensor, context and pipeline parallelism and their
-  combinations on up to 16 ranks. [Every layout has a row](lab/equivalence.md).
+  combinations on up to 16 ranks.
 - **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide
   gradients of the wrong scale.
 - **Cases**: a step at once or accumulated over micro batches, with and without activation checkpointing.
 - **bf16 and fp16** are compared with the float32 curve.
 - **"Tokens"** are batches by token budget, of samples of 1 to 8 tokens, compared with a loop that forwards each
   sample alone.
-"""
-ALL = """# Every layout, its losses and gradient norms beside one process
-
-`tests/equivalence_table.py` writes this table; [equivalence.md](../equivalence.md) says what is compared.
 """
 
 
@@ -64,27 +60,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A line per layout, number of ranks and precision."""
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["precision"], row["ranks"], row["layout"]), []).append(row)
-    order = {precision: number for number, precision in enumerate(BOUNDS)}
-    lines = ["| precision | ranks | layout | optimizers | cases | losses | gradient norms |", "|---" * 7 + "|"]
-    for key in sorted(groups, key=lambda k: (order[k[0]], k[1], k[2])):
-        cases = groups[key]
-        distinct = {(c["optimizer"], c["accumulated"], c["checkpointing"]) for c in cases}
-        precision, ranks, layout = key
-        names = ", ".join(sorted({"clipped sgd" if c["optimizer"] == "sgd" else c["optimizer"] for c in cases}))
-        lines.append(f"| {precision} | {ranks} | {layout} | {names} | {len(distinct)} | {found(cases, precision)} |")
-    return lines
-
-
 def main() -> None:
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    docs = Path(sys.argv[2])
-    (docs / "equivalence.md").write_text("\n".join([HEAD, *summary(rows), NOTES]))
-    (docs / "lab" / "equivalence.md").write_text("\n".join([ALL, *table(rows), ""]))
+    (Path(sys.argv[2]) / "equivalence.md").write_text("\n".join([HEAD, *summary(rows), NOTES]))
 
 
 if __name__ == "__main__":

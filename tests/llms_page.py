@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import reference_pages
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -25,8 +26,13 @@ def lines() -> Iterator[str]:
         ((title, pages),) = section.items()
         yield f"## {title}\n"
         for name in flat(pages):
-            heading, sentence = first_words(ROOT / "docs" / name)
-            yield f"- [{heading}]({site['repo_url']}/blob/main/docs/{name}): {sentence}"
+            folder, _, written = name.rpartition("/")
+            if folder == "reference":  # made with the site
+                text, address = reference_pages.page(written), f"{site['site_url']}{name.removesuffix('.md')}/"
+            else:
+                text, address = (ROOT / "docs" / name).read_text(), f"{site['repo_url']}/blob/main/docs/{name}"
+            heading, sentence = first_words(text)
+            yield f"- [{heading}]({address}): {sentence}"
         yield ""
 
 
@@ -39,11 +45,10 @@ def flat(pages: str | list[Any]) -> Iterator[str]:
             yield from flat(next(iter(one.values())))
 
 
-def first_words(page: Path) -> tuple[str, str]:
-    """The heading and the first sentence."""
-    text = page.read_text()
+def first_words(text: str) -> tuple[str, str]:
+    """The heading and the first sentence of a page."""
     heading = re.search(r"^# (.+)$", text, re.MULTILINE)
-    assert heading is not None, page
+    assert heading is not None, text[:100]
     skipped = r"^```.*?^```$|^(?:!\[|\||#|    |<!--).*?$"  # code, pictures, tables, headings, comments
     prose = re.sub(skipped, "", text[heading.end() :], flags=re.DOTALL | re.MULTILINE)
     paragraph = " ".join(prose.strip().partition("\n\n")[0].split())

@@ -33,7 +33,7 @@ LATE = {
     "memory": ("hpctrain.training.meters.memory", "memory"),
     "own_loop": ("hpctrain.library.loop", "own_loop"),
     "Loop": ("hpctrain.library.loop", "Loop"),
-    "plan": ("hpctrain.planning.plan", "plan"),
+    "plan": ("hpctrain_tools.plan.plan", "plan"),
     "run": ("hpctrain.training.rank", "run"),
 }
 """Names that importing hpctrain does not import yet."""
@@ -168,7 +168,7 @@ def _command(command: click.Command, name: str, parent: click.Context) -> Iterat
 def api_page() -> Iterator[str]:
     """The names of both doors with their signatures and docstrings."""
     yield API_HEAD
-    for door in ("hpctrain", API, "hpctrain.mpi", *toolkit()):
+    for door in ("hpctrain", API, "hpctrain.mpi", *toolkit(), "hpctrain_tools.bench", "hpctrain_tools.runs"):
         yield f"## {door}\n"
         names = (_names_of(door) or own_names(door)) | (LATE if door == "hpctrain" else {})
         for name, (module, original) in sorted(names.items(), key=lambda item: item[0].lower()):
@@ -245,7 +245,7 @@ def page(name: str) -> str:
 
 
 def _tree(module: str) -> ast.Module:
-    path = ROOT / module.replace(".", "/")
+    path = ROOT / ("plugins" if module.startswith("hpctrain_") else "") / module.replace(".", "/")
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
@@ -262,7 +262,7 @@ def _names_of(door: str) -> dict[str, tuple[str, str]]:
 def _found(module: str, name: str) -> ast.stmt | None:
     """The definition of `name`, also if `module` imports it from another one of hpctrain's."""
     for node in _tree(module).body:
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hpctrain."):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("hpctrain.", "hpctrain_tools.")):
             for one in node.names:
                 if (one.asname or one.name) == name:
                     return _found(str(node.module), one.name)

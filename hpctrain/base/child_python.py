@@ -4,12 +4,24 @@ files, before what is installed. Imports nothing from hpctrain.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import util
 
 _AWAY = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
 """A statement that does what `-P` does, which Python has from 3.11 on."""
 _AS_MODULE = f"{_AWAY}del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+_THEN = f"{_AWAY}code = sys.argv[2]; del sys.argv[1:3]; exec(code)"
+"""A program of a child of `multiprocessing`, whose own follows behind another -c."""
+
+
+def guard_multiprocessing() -> None:
+    """Let `multiprocessing` start its children so, too: they import it before they have their parent's path. They listen in a
+    closed directory: Python before 3.10.9 and 3.11.1 let any user into a fork server (CVE-2022-42919)."""
+    away = ["-P"] if sys.version_info >= (3, 11) else ["-c", _THEN]
+    flags = vars(subprocess)["_args_from_interpreter_flags"]
+    vars(util).update(abstract_sockets_supported=False, _args_from_interpreter_flags=lambda: [*flags(), *away])
 
 
 def python_module(module: str, *words: str, python: str = sys.executable) -> list[str]:

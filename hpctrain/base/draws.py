@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +51,7 @@ def _numpy() -> Generator:
     """NumPy's global generator. It takes 30 us to tell its state: 625 words in memory, and a number drawn in advance."""
     twister: Any = np.random.mtrand.get_bit_generator()
     if not isinstance(twister, np.random.MT19937):
-        return _numpy_object(np.random.get_state.__self__)  # type: ignore[attr-defined]
+        return _numpy_instance(np.random.get_state.__self__)  # type: ignore[attr-defined]
     memory = twister.ctypes.state_address
 
     def look() -> bytes:
@@ -67,26 +66,33 @@ def _numpy() -> Generator:
     return Generator(look, np.random.get_state, restore, lambda number: np.random.seed(number % 2**32))
 
 
-def _numpy_object(of: np.random.Generator | np.random.RandomState) -> Generator:
+class _Comparable:
+    """A state of NumPy's, whose arrays have no == for the whole."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._text = value, repr(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Comparable) and self._text == other._text
+
+
+def _numpy_instance(of: np.random.Generator | np.random.RandomState) -> Generator:
     if isinstance(of, np.random.RandomState):
         old = of
-
-        def look() -> bytes:  # arrays have no == of their own
-            return pickle.dumps(old.get_state())
-
-        return Generator(look, old.get_state, old.set_state, lambda number: old.seed(number % 2**32))
+        return Generator(
+            state := lambda: _Comparable(old.get_state()),
+            state,
+            lambda kept: old.set_state(kept.value),
+            lambda number: old.seed(number % 2**32),
+        )
     bits: Any = of.bit_generator
 
-    def state() -> bytes:
-        return pickle.dumps(bits.state)
+    def restore(kept: _Comparable) -> None:
+        bits.state = kept.value
 
-    def restore(state: bytes) -> None:
-        bits.state = pickle.loads(state)
-
-    def seed(number: int) -> None:
-        bits.state = type(bits)(number).state
-
-    return Generator(state, state, restore, seed)
+    return Generator(
+        state := lambda: _Comparable(bits.state), state, restore, lambda n: restore(_Comparable(type(bits)(n).state))
+    )
 
 
 def _own(data: object) -> Iterator[Generator]:
@@ -99,7 +105,7 @@ def _own(data: object) -> Iterator[Generator]:
                 continue
             seen.add(id(value))
             if isinstance(value, (np.random.Generator, np.random.RandomState)):
-                yield _numpy_object(value)
+                yield _numpy_instance(value)
             elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
                 yield _python(value)
             elif isinstance(value, torch.Generator):

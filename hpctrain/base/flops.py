@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hpctrain.base.torch_fake import is_fake, operator_of
-from hpctrain.base.torch_private import TorchDispatchMode
+from hpctrain.base.torch_private import TorchDispatchMode, is_fake, operator_of
 
 _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),

@@ -10,7 +10,9 @@ import errno
 import os
 import secrets
 import select
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,19 +59,46 @@ def is_only_ours(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def is_private(directory: Path) -> bool:
-    """Whether a directory is this user's alone, and nobody else but root can put another one in its place."""
-    mine = {os.geteuid(), 0, _UNMAPPED}
+def is_closed(found: os.stat_result) -> bool:
+    """Whether a file or directory is this user's, and nobody else can read or write it; no link is."""
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
-    def is_kept(one: Path) -> bool:
-        found = one.stat()
-        return found.st_uid in mine and bool(not found.st_mode & 0o022 or found.st_mode & stat.S_ISVTX)
 
-    found, parents = directory.lstat(), directory.parent.resolve()
-    alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return alone and all(
-        is_kept(one) for one in (parents, *parents.parents) if one.parent != one
-    )  # / is the container's
+def temporary_place() -> Path:
+    """$TMPDIR or /tmp, where other users may be able to write."""
+    return Path(tempfile.gettempdir())
+
+
+def closed_directory(name: str = "", within: Path | None = None) -> Path:
+    """A new directory, closed to others, in the temporary directory or `within` another one. name: a part of its name."""
+    return Path(tempfile.mkdtemp(prefix=f"hpctrain-{name}", dir=within))
+
+
+@contextmanager
+def scratch_directory(name: str = "", within: Path | None = None) -> Iterator[Path]:
+    """`closed_directory`, removed when the block ends."""
+    directory = closed_directory(name, within)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def own_directory(path: Path, exist_ok: bool = True) -> Path:
+    """Make a directory whose name others may know, unless it exists. OSError unless it is this user's, and closed to others."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=exist_ok)
+    if not is_closed(path.lstat()):
+        raise _refused(
+            errno.EACCES, "other users may use it, expected a directory of yours with permissions 0700", path
+        )
+    return path
+
+
+def stays(directory: Path) -> bool:
+    """Whether nobody else but root can put another directory in its place."""
+    mine, parent = {os.geteuid(), 0, _UNMAPPED}, directory.parent.resolve()
+    above = [one.stat() for one in (parent, *parent.parents) if one.parent != one]  # / is the container's
+    return all(one.st_uid in mine and (not one.st_mode & 0o022 or one.st_mode & stat.S_ISVTX) for one in above)
 
 
 @contextmanager
@@ -129,11 +158,11 @@ def created(path: Path, mode: int = 0o666) -> Iterator[int]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file that atomically replaces `path` when the block ends without an error and the file is on disk."""
     temporary = temporary_name(path)
     try:
-        with created(temporary) as fd, open(fd, "wb", closefd=False) as file:
+        with created(temporary, mode) as fd, open(fd, "wb", closefd=False) as file:
             yield file
             file.flush()
         temporary.replace(path)

@@ -1,5 +1,5 @@
-"""Private names of torch. Only the files base/torch_*.py of hpctrain use any: process groups torch_groups.py, attention
-torch_attention.py, tensors without values torch_fake.py, all else this one.
+"""Private names of torch. Besides this file, torch_groups.py and torch_attention.py use some, and of the tools
+plan/torch_fake.py.
 
 torch may change these names without notice, so read this file first when a new torch version fails. Every name was checked
 with torch 2.13.0, 2.14.1 and 2.15.0; comments mark differences between them. tests/unit/test_torch_private.py checks that
@@ -17,6 +17,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -336,3 +337,25 @@ def load_kernels(content: bytes) -> bool:
     else:
         importlib.import_module("torch._dynamo")
     return torch.compiler.load_cache_artifacts(content) is not None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def operator_of(overload: Any) -> tuple[Any, str]:
+    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
+    return overload._overloadpacket, str(overload._opname)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()  # the rest needs a slow import
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made

@@ -296,7 +296,7 @@ def _check_there(directory: Path, rank: int) -> None:
 def _give_way() -> None:
     """Give this thread only the processor time that training leaves: all of an idle core, hardly any of a busy one.
 
-    The thread can't starve: when training waits for the save, its core is idle.
+    With normal priority a step beside it takes twice as long. It can't starve: when training waits for the save, a core is idle.
     """
     if sys.platform == "linux":  # where each thread has its own scheduling policy
         with suppress(OSError):  # some containers forbid it

@@ -1,4 +1,4 @@
-"""The command `hpctrain`: a file or a folder for each subcommand, imported on use; plugins add others."""
+"""The command `hpctrain`: a file or a folder for each subcommand of the core, imported on use; tools and plugins add others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from hpctrain.version import __version__
 
 GROUPS = {
     "Train": ("new", "check", "plan", "run"),
-    "See runs": ("runs", "top", "status", "where"),
+    "See runs": ("runs", "top", "status", "where", "report", "profile"),
     "On a scheduler": ("submit", "cancel"),
     "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),
     "Machine": ("doctor", "bench"),
-    "More": ("plugins", "schema"),
+    "More": ("plugins", "schema", "convert"),
 }
-"""The commands as the help shows them."""
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+"""The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
+COMMANDS = ("check", "run")
+"""The core's."""
 _EXAMPLE = """\b
 Example:
   hpctrain new job.toml            a commented job file, to be edited
@@ -45,8 +46,11 @@ class _Commands(OpenGroup):
     def place(self) -> str:
         return ""
 
-    def own(self, ctx: click.Context) -> dict[str, list[str]]:
-        return {title: list(names) for title, names in GROUPS.items()}
+    def own(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def sections(self, names: list[str]) -> dict[str, list[str]]:
+        return {title: [name for name in group if name in names] for title, group in GROUPS.items()}
 
     def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:

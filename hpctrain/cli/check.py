@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import example, job_arguments
+from hpctrain.cli.options import example, job_arguments, say, size_text
 from hpctrain.job.environment import cached_on_node
 
 
@@ -21,7 +21,6 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     from hpctrain.checking.counts import elastic_note
     from hpctrain.checking.full_check import check_thoroughly, sizes
     from hpctrain.checking.trial import notes
-    from hpctrain.cli.checkpoint.common import size_text
     from hpctrain.job.reading import read_job
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
@@ -31,14 +30,14 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
         *notes(checked.job, checked.parts, checked.plan, checked.registry, ranks),
         *([elastic] if elastic is not None else []),
     ]:
-        click.echo(f"{job}: note: {note}", err=True)
+        say(f"{job}: note: {note}", err=True)
     about = "about " if data.training.is_estimate else ""
     told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"
     steps = f"{about if checked.job.job.epochs else ''}{data.steps} steps"
-    click.echo(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))
+    say(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))
     measured = sizes(checked)
     if measured is not None:
         parameters, nbytes = measured
         needs = "parameters, gradients and optimizer state, and more for activations"
         told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
-        click.echo(f"{job}: {parameters}{told}")
+        say(f"{job}: {parameters}{told}")

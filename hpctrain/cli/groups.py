@@ -19,9 +19,13 @@ class OpenGroup(click.Group):
         """The group's name in entry points."""
         return self.name or ""
 
-    def own(self, ctx: click.Context) -> dict[str, list[str]]:
-        """The names of hpctrain's own commands, under the titles of the help."""
-        return {"Commands": super().list_commands(ctx)}
+    def own(self, ctx: click.Context) -> list[str]:
+        """The names of hpctrain's own commands."""
+        return super().list_commands(ctx)
+
+    def sections(self, names: list[str]) -> dict[str, list[str]]:
+        """The names of first-party commands under the titles of the help."""
+        return {"Commands": names}
 
     def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """A command of hpctrain's own."""
@@ -29,11 +33,10 @@ class OpenGroup(click.Group):
 
     def offers(self, ctx: click.Context) -> list[OfferedCommand]:
         """Commands that plugins add."""
-        return offers(self.place, [name for names in self.own(ctx).values() for name in names])
+        return offers(self.place, self.own(ctx))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        own = [name for names in self.own(ctx).values() for name in names]
-        return list(dict.fromkeys([*own, *(offer.name for offer in self.offers(ctx))]))
+        return list(dict.fromkeys([*self.own(ctx), *(offer.name for offer in self.offers(ctx))]))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command. Raises EnvironmentUnfitError for a plugin's that cannot be used."""
@@ -44,10 +47,15 @@ class OpenGroup(click.Group):
         return None if offer is None else offer.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {
-            title: [(name, self._describe(ctx, name)) for name in names] for title, names in self.own(ctx).items()
-        }
-        sections["Of plugins"] = [(offer.name, _describe_offer(offer)) for offer in self.offers(ctx)]
+        own = {name: self._describe(ctx, name) for name in self.own(ctx)}
+        others = []
+        for offer in self.offers(ctx):
+            if offer.is_first_party:
+                own[offer.name] = _describe_offer(offer)
+            else:
+                others.append((offer.name, _describe_offer(offer)))
+        sections = {title: [(name, own[name]) for name in names] for title, names in self.sections([*own]).items()}
+        sections["Of plugins"] = others
         indent = max(len(name) for rows in sections.values() for name, _ in rows)
         for title, rows in sections.items():
             if rows:

@@ -8,6 +8,13 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import escaped
+
+
+def say(text: object, err: bool = False, nl: bool = True) -> None:
+    """Print a line of a command, in which nothing of another person's file steers the terminal. err: on standard error."""
+    click.echo(escaped(str(text)), err=err, nl=nl)
+
 
 def example(*lines: str) -> str:
     """The end of a command's help: command lines as they are, for `epilog`."""
@@ -47,3 +54,13 @@ split_option = click.option(
     "--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True,
     help="Of the job's dataset.",
 )  # fmt: skip
+
+
+def size_text(nbytes: int) -> str:
+    """ "1.2 GB": decimal units, as in job files."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

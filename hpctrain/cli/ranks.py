@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.cli.options import say
 
 if TYPE_CHECKING:
     from hpctrain.contracts.identity import Identity
@@ -80,7 +81,7 @@ def on_ranks(
             if error.everywhere and identity.rank:
                 return code, False
             raise
-        click.echo(describe(error, identity), err=True)
+        say(describe(error, identity), err=True)
     if by_srun():
         ignore_terminate()
     return code, identity.rank == 0 and started_by is None

@@ -12,7 +12,7 @@ import click
 
 from hpctrain.base.errors import EXIT_STOPPED, UsageError
 from hpctrain.base.launcher_variables import TYPED
-from hpctrain.cli.options import example, job_arguments
+from hpctrain.cli.options import example, job_arguments, say
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
@@ -71,4 +71,4 @@ def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tu
         words = ["hpctrain", "run", str(job), *options]
         words += [word for override in overrides for word in ("--set", override)]
         with suppress(OSError):  # no reader; the exit code says it, too
-            click.echo(f"continue with{where}: {shlex.join(words)}")
+            say(f"continue with{where}: {shlex.join(words)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.base.side_stream import Done, SideStream
+from hpctrain.base.torch_private import without_modes
 from hpctrain.contracts.model import Batch, tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
@@ -109,7 +110,8 @@ class Loader:
     def _next(self) -> Item:
         """The next item: an error, for `__next__` to raise, and None are the last."""
         try:
-            return next(self._items, None)
+            with without_modes():  # the caller's are not for code of the data, as on a thread
+                return next(self._items, None)
         except (Exception, SystemExit) as error:
             return error
 

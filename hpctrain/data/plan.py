@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
-
 from hpctrain.data.order import Order
 
 
@@ -90,9 +88,8 @@ class BatchPlan:
     def _mine(self, samples: int) -> list[range]:
         """This rank's micro batches of so many samples, as many as every rank has, since a forward may communicate; empty ones
         where it has none left."""
-        bounds = np.linspace(0, samples, self.ranks + 1).astype(int)
-        begin, end = int(bounds[self.rank]), int(bounds[self.rank + 1])
-        most = -(-int(np.diff(bounds).max()) // self.micro_size)
+        begin, end = (samples * place // self.ranks for place in (self.rank, self.rank + 1))
+        most = -(-samples // (self.ranks * self.micro_size))
         firsts = range(begin, begin + most * self.micro_size, self.micro_size)
         return [range(first, max(first, min(first + self.micro_size, end))) for first in firsts]
 

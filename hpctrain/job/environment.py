@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError, escaped
-from hpctrain.base.safe_files import cache_directory, is_private
+from hpctrain.base.safe_files import cache_directory, own_directory, stays, temporary_place
 
 PREFIXES = (
     "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_", "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_",
@@ -29,7 +28,8 @@ _CODE = re.compile(
     re.IGNORECASE,
 )
 """Parts of names whose values are programs, libraries, directories of these, or more variables."""
-_SECRET = re.compile(r"(^|_)(SECRET|TOKEN|PASSWORD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
+_SECRET = re.compile(r"SECRET|TOKEN(?!IZER)|PASSW|CREDENTIAL|(?<!_[A-Z])KEYS?(_|$)", re.IGNORECASE)
+"""Parts of names whose values are secrets; a PKEY and an RKEY are InfiniBand's."""
 _OF_THE_LAUNCHER = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
 """Variables by which Open MPI's mpiexec tells its ranks something; no settings."""
 _READERS = {
@@ -137,15 +137,14 @@ def cached_on_node() -> Iterator[None]:
 def _caches_directory() -> Path | None:
     for directory in _places():
         with suppress(OSError):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_private(directory):
+            if stays(own_directory(directory)):
                 return directory
     return None
 
 
 def _places() -> list[Path]:
     name = f"hpctrain-{os.geteuid()}-kernels"
-    return [Path(gettempdir(), name), cache_directory() / "compilers", Path("/tmp", name)]
+    return [temporary_place() / name, cache_directory() / "compilers", Path("/tmp", name)]
 
 
 def refuse_shared_caches() -> None:

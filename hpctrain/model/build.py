@@ -1,4 +1,4 @@
-"""Builds the model on this rank, in the order that decision 0014 explains."""
+"""Builds the model on this rank, in the order that docs/decisions/0014 explains."""
 
 from __future__ import annotations
 

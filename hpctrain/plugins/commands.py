@@ -27,6 +27,11 @@ class OfferedCommand:
     source: ModuleSource
     why: str = ""
 
+    @property
+    def is_first_party(self) -> bool:
+        """Whether it is a tool of hpctrain's own distribution."""
+        return self.source.distribution == PROJECT
+
     def load(self) -> click.Command:
         """Import it. Raises EnvironmentUnfitError with the reason why it cannot be used."""
         found = self.why or _command_of(self.source)
@@ -36,9 +41,9 @@ class OfferedCommand:
 
 
 def offers(group: str, own: Collection[str]) -> list[OfferedCommand]:
-    """Commands that plugins add to a group, "" for the first level, by name. own: the names of hpctrain's own commands there."""
+    """Commands that plugins add to a group, "" for the first level, by name. own: the names of the core's commands there."""
     found: dict[str, list[ModuleSource]] = {}
-    for source in sorted(entry_points(), key=lambda one: one.distribution):
+    for source in sorted(entry_points(), key=lambda one: (one.distribution != PROJECT, one.distribution)):
         if source.command is not None:
             place, _, name = source.command.rpartition(" ")
             if place not in ("", *GROUPS):
@@ -46,16 +51,18 @@ def offers(group: str, own: Collection[str]) -> list[OfferedCommand]:
             if place == group:
                 found.setdefault(name, []).append(source)
     return [
-        OfferedCommand(name, source, _hindrance(name, sources, own))
+        OfferedCommand(name, source, _hindrance(name, source, sources, own))
         for name, sources in sorted(found.items())
         for source in sources
     ]
 
 
-def _hindrance(name: str, sources: Sequence[ModuleSource], own: Collection[str]) -> str:
+def _hindrance(name: str, source: ModuleSource, sources: Sequence[ModuleSource], own: Collection[str]) -> str:
     if " " in name or not name:
         return f'its entry point names no group; expected "command.NAME", or "command.GROUP.NAME" with {" or ".join(GROUPS)}'
-    if name in own:
+    if source.distribution == PROJECT:
+        return ""
+    if name in own or sources[0].distribution == PROJECT:
         return "the name is that of a command of hpctrain's own, which is used; expected another name"
     if len(sources) > 1:
         return f"the name is claimed by {' and by '.join(map(str, sources))}; uninstall one of them"

@@ -1,7 +1,7 @@
 """Deals the accelerators of each machine out to its ranks, and takes a communicator that every rank can use. Rank 0 decides.
 
 A launcher shows a rank all cards of its node, only its own, or those near its cores, in an order of its own. The address on the bus
-tells which are the same.
+tells which are the same; not the UUID, since NCCL refuses two ranks on one address, and the slices of a card (MIG) share it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import time
 from multiprocessing import resource_tracker
 from types import FrameType
 
+from hpctrain.base.child_python import guard_multiprocessing
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, termination by a launcher or Slurm, and `#SBATCH --signal=USR1@60` before the time limit."""
 
@@ -41,11 +43,12 @@ def came_early() -> bool:
 
 
 def keep_from_children() -> None:
-    """Block these signals on this thread; processes that it starts inherit the mask.
+    """Block these signals on this thread; processes that it starts inherit the mask, and import nothing of the current directory.
 
     A terminal or Slurm signals every process of a job. The processes that load samples must survive that: the last step
     before the save needs them.
     """
+    guard_multiprocessing()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     resource_tracker.ensure_running()  # else it starts with the first process, and unblocks two of these signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)

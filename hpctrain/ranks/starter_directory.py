@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import gettempdir
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE
+from hpctrain.base.safe_files import is_closed, temporary_place
 from hpctrain.ranks.rank_channel import RankChannel
 
 PIPE = "alive"
@@ -36,11 +36,11 @@ def attach_to_directory(directory: Path) -> RankChannel:
 
     Raises EnvironmentUnfitError for a directory that another user may have made after a starter's was removed.
     """
-    if not is_private(directory):
-        raise EnvironmentUnfitError(
-            f"found the starter's directory {directory}, expected one of this user's that is closed to others"
-        )
     with suppress(OSError):  # the starter was killed: the thread notices
+        if not is_closed(directory.lstat()):
+            raise EnvironmentUnfitError(
+                f"found the starter's directory {directory}, expected one of this user's that is closed to others"
+            )
         (directory / f"{os.getpid()}.pid").touch()
     threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
 
@@ -59,25 +59,14 @@ def attach_to_directory(directory: Path) -> RankChannel:
     )
 
 
-def is_private(directory: Path) -> bool:
-    """Whether it is this user's and closed to others, or not there."""
-    try:
-        found = os.lstat(directory)
-    except FileNotFoundError:
-        return True  # the starter was killed: the thread notices
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
-
-
 def sweep(pattern: str, seconds: float = _BEGINNING) -> None:
     """Remove those of this user's directories in the temporary directory, by their names, whose pipe no process holds any more and
     which have not changed for `seconds`: a kill has left them."""
-    for pipe in Path(gettempdir()).glob(f"{pattern}/{PIPE}"):
+    for pipe in temporary_place().glob(f"{pattern}/{PIPE}"):
         with suppress(OSError):  # another user's, or removed meanwhile
-            found, directory = os.lstat(pipe), os.lstat(pipe.parent)
-            is_own = (
-                stat.S_ISFIFO(found.st_mode) and directory.st_uid == os.geteuid() and stat.S_ISDIR(directory.st_mode)
-            )
-            if is_own and time.time() - directory.st_mtime > seconds and not _is_read(pipe):
+            directory, is_pipe = pipe.parent.lstat(), stat.S_ISFIFO(pipe.lstat().st_mode)
+            is_old = time.time() - directory.st_mtime > seconds
+            if is_closed(directory) and is_pipe and is_old and not _is_read(pipe):
                 shutil.rmtree(pipe.parent, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Groups of gloo that count the time for which callers wait, by group and operation: gloo itself tells nobody."""
+"""Groups of gloo that count callers' waits by group and operation. A call-back runs on threads that outlive the interpreter."""
 
 from __future__ import annotations
 

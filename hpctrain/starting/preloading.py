@@ -29,7 +29,10 @@ _LATE = (
 def preload(command: str) -> str | None:
     """Import what ranks of a command need; a sentence if they must not be forked after that, else None."""
     gc.disable()  # nothing of this is ever garbage
-    for name in (f"hpctrain.cli.{command}", "hpctrain.training.rank", *_LATE):
+    offered = next(
+        (one for one in entry_points() if one.distribution == OWN and one.command == command), None
+    )  # a tool
+    for name in (f"hpctrain.cli.{command}" if offered is None else offered.module, "hpctrain.training.rank", *_LATE):
         importlib.import_module(name)
     delay_compiler()
     with suppress(ImportError, RuntimeError):  # without MPI the ranks talk over gloo

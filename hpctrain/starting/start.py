@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
+from hpctrain.base.safe_files import scratch_directory
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
 from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel, sweep
@@ -139,14 +138,9 @@ def _start_once(
         # before there is anything that a kill would leave
         start = spawn if forks is None else forks.choose(requests)
         sweep("hpctrain-????????")
-        directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
-        link = ChannelDirectory(directory)
-        try:
+        with scratch_directory() as directory, closing(ChannelDirectory(directory)) as link:
             launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
             code = _attend(launched, link, ranks, requests, saves)
-        finally:
-            link.close()
-            shutil.rmtree(directory, ignore_errors=True)
         failed = launched.failed_rank
         again, host = code == EXIT_TRAINING, None if hosts is None or failed is None else hosts.by_rank[failed]
     return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)

@@ -1,7 +1,7 @@
 """Files that are costly to make, kept for later jobs in a directory that jobs and nodes may share.
 
-A file is its content, the maker's note as JSON, and a foot: the length of the note, a checksum of everything before the foot, and
-a mark. Content begins at byte 0, so that it can be mapped into memory.
+A file is its content, the maker's note as JSON, and a foot: the length of the note, a checksum of the name and of everything
+before the foot, and a mark. Content begins at byte 0, so that it can be mapped into memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.api import EnvironmentUnfitError, created, reading, reason, tempor
 Write = Callable[[memoryview], None]
 
 _FOOT = struct.Struct("<Q16s8s")
-_MARK = b"hpckept1"
+_MARK = b"hpckept2"
 _CHUNK = 2**20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 """Names as `temporary_name` makes them; the directory may have other hidden files."""
@@ -48,7 +48,7 @@ def kept(directory: Path, name: str, make: Callable[[Write], Any]) -> tuple[Path
         os.makedirs(directory, 0o700, exist_ok=True)
         _remove_abandoned(directory)
         with created(temporary, 0o600) as fd, open(fd, "wb", closefd=False) as file:
-            note = _write(file, make)
+            note = _write(file, name, make)
             file.flush()
         return path, _place(temporary, path, note)
     except OSError as error:
@@ -77,8 +77,8 @@ def _unwritable(directory: Path, why: str) -> EnvironmentUnfitError:
     )
 
 
-def _write(file: BinaryIO, make: Callable[[Write], Any]) -> Any:
-    digest = xxhash.xxh3_128()
+def _write(file: BinaryIO, name: str, make: Callable[[Write], Any]) -> Any:
+    digest = xxhash.xxh3_128(name.encode())
 
     def write(part: memoryview) -> None:
         digest.update(part)
@@ -94,7 +94,7 @@ def _write(file: BinaryIO, make: Callable[[Write], Any]) -> Any:
 def _place(temporary: Path, path: Path, note: Any) -> Any:
     """Give the complete file its name, unless another process was faster; return the note of the file that is there."""
     try:
-        os.link(temporary, path)  # unlike a rename, it replaces nothing
+        os.link(temporary, path)  # unlike a rename, it replaces no file that others have mapped: over NFS, SIGBUS
         return note
     except FileExistsError:
         found = _note(path)
@@ -114,7 +114,7 @@ def _note(path: Path) -> tuple[Any] | None:
             size = info.st_size - _FOOT.size
             if info.st_uid != os.geteuid() or size < 0:
                 return None
-            digest, left = xxhash.xxh3_128(), size
+            digest, left = xxhash.xxh3_128(path.name.encode()), size
             while left and (part := file.read(min(left, _CHUNK))):
                 digest.update(part)
                 left -= len(part)
@@ -130,5 +130,7 @@ def _note(path: Path) -> tuple[Any] | None:
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(".*.tmp"):
         with suppress(OSError):
-            if _TEMPORARY.fullmatch(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            found = path.lstat()
+            is_old = time.time() - found.st_mtime > _ABANDONED_SECONDS
+            if is_old and found.st_uid == os.geteuid() and _TEMPORARY.fullmatch(path.name):
                 path.unlink()

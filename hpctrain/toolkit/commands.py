@@ -15,10 +15,19 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import is_own_directory, read_bytes, reading, replacing
-from hpctrain.cli.bench import start_measuring, tell_measured
-from hpctrain.cli.bench.spread import Spread, spread
-from hpctrain.cli.options import example, set_option
+from hpctrain.base.safe_files import (
+    closed_directory,
+    is_only_ours,
+    is_own_directory,
+    own_directory,
+    read_bytes,
+    reading,
+    replacing,
+    scratch_directory,
+    temporary_place,
+)
+from hpctrain.cli.groups import OpenGroup
+from hpctrain.cli.options import example, say, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
 __all__ = [
@@ -28,20 +37,23 @@ __all__ = [
     "EXIT_TRAINING",
     "EXIT_USAGE",
     "EnvironmentUnfitError",
-    "Spread",
+    "OpenGroup",
     "UsageError",
+    "closed_directory",
     "escaped",
     "example",
     "hookimpl",
+    "is_only_ours",
     "is_own_directory",
+    "own_directory",
     "python_code",
     "python_module",
     "read_bytes",
     "reading",
     "reason",
     "replacing",
+    "say",
+    "scratch_directory",
     "set_option",
-    "spread",
-    "start_measuring",
-    "tell_measured",
+    "temporary_place",
 ]

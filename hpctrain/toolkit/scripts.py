@@ -27,18 +27,23 @@ Line = Annotated[str, AfterValidator(_one_line)]
 """A text that fits in one line of a script."""
 
 
-def _quoted(value: object) -> str:
-    """The value as a word of the shell, also within a comment for the scheduler, which ends at the end of its line."""
+def _printable(value: object) -> str:
+    """Text within a line of a script: what would end it, such as a comment for the scheduler, is refused."""
     if not str(value).isprintable():
         raise UsageError(
             f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script"
         )
-    return shlex.quote(str(value))
+    return str(value)
+
+
+def quoted(*values: object) -> str:
+    """Values as words of the shell. Raises UsageError for one that isn't printable."""
+    return " ".join(shlex.quote(_printable(value)) for value in values)
 
 
 def filled(template: Path, **values: Any) -> str:
     """A Jinja template as text; it may include others of its folder and of the one above. `|q` quotes a value for the shell,
-    `|words` several. A missing value is an error, not an empty text."""
+    `|words` several. A missing value is an error, not an empty text. Raises UsageError for a value that isn't printable."""
     import jinja2  # here: ranks load this module, too, and make no scripts
 
     environment = jinja2.Environment(
@@ -47,9 +52,10 @@ def filled(template: Path, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_printable,
     )
-    environment.filters["q"] = _quoted
-    environment.filters["words"] = lambda words: " ".join(map(_quoted, words))
+    environment.filters["q"] = quoted
+    environment.filters["words"] = lambda words: quoted(*words)
     return environment.get_template(template.name).render(values)
 
 

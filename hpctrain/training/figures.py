@@ -88,8 +88,7 @@ def exchange_figures(
     gradients: list[Tensor],
     stop: StopRequest,
 ) -> list[RankFigures[float]]:
-    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033). The loop waits for the device
-    here alone (0079)."""
+    """Tell all ranks this one's loss, norm, memory and requests to stop. Here alone the loop waits for the device."""
     model = session.model
     lacks_memory = model.runner.out_of_memory is not None
     measured = session.meters.figures(micro_batches)

@@ -17,7 +17,7 @@ import torch
 
 from hpctrain.base import torch_private
 from hpctrain.base.errors import reason
-from hpctrain.base.safe_files import cache_directory, is_only_ours, make_directory, read_all, reading, replacing
+from hpctrain.base.safe_files import cache_directory, is_only_ours, own_directory, read_all, reading, replacing
 from hpctrain.ranks.json_collectives import gather_values
 
 LOG = logging.getLogger("hpctrain")
@@ -51,10 +51,9 @@ def save_kernels(output_dir: Path) -> None:
     directory = _kept(output_dir)
     try:
         if found is not None and names.index(names[me]) == me:
-            make_directory(directory)
+            own_directory(directory)
             if not (directory / names[me]).exists():
-                with replacing(directory / names[me]) as file:
-                    os.fchmod(file.fileno(), 0o600)  # a file that others can write is not loaded
+                with replacing(directory / names[me], 0o600) as file:  # one that others can write is not loaded
                     file.write(found[0])
         if me == 0 and any(names):
             for path in directory.glob(f"*{_SUFFIX}"):

@@ -27,7 +27,8 @@ from hpctrain.training.session import Session
 def look(session: Session) -> None:
     """Run an evaluation's first micro batch through model, loss and metrics; the training is as without it. Collective.
 
-    Raises what the evaluation would raise, and UsageError where nothing measures what `[checkpoint] keep_best` goes by.
+    Not in training mode, whose forwards may leave state that nobody can put back, such as lists. Raises what the evaluation would
+    raise, and UsageError where nothing measures what `[checkpoint] keep_best` goes by.
     """
     job, parts, position = session.job, session.parts, session.hooks.position
     if not (job.evaluation.enabled and session.feed.validates) or session.progress.done:

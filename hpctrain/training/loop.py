@@ -130,7 +130,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     with phase("data", step):
         micro_batches, samples_seen = loader.step()
     with position.inside("counting", step):
-        # the divisor is known before the first backward, and is the same on every layout (0004)
+        # the divisor is known before the first backward, and is the same on every layout
         count = model.sum_over_batch(sum(micro.terms for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
@@ -162,7 +162,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     if verdict is not None:
         verdict = with_samples(session, verdict, micro_batches, loader)
     lr = model.set_learning_rate(*session.schedule_place)
-    # all ranks update or none: the verdict comes from figures that all have (0061)
+    # all ranks update or none: the verdict comes from figures that all have
     with phase("optimizer", step):
         if is_taken(found, verdict):
             update(session, gradients, found.norm, trial)

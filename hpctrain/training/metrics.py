@@ -213,6 +213,8 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             mine[place] = value
+    if dist.get_world_size() == 1:
+        return [mine.tolist()]
     everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
     dist.all_gather_single(everyone, mine[None])
     found: list[list[float]] = everyone.tolist()

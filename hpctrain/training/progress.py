@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.safe_files import reading
 from hpctrain.job.tables import KeepBestTable
 
 
@@ -85,7 +86,11 @@ class BestSoFar:
     def resume(self, metrics: Path) -> None:
         """Begin anew with the rows of a file metrics.jsonl; lines that are no rows are left out."""
         self._found = None
-        with suppress(OSError), open(metrics, encoding="utf-8", errors="replace") as lines:
+        with (
+            suppress(OSError),
+            reading(metrics) as fd,
+            open(fd, encoding="utf-8", errors="replace", closefd=False) as lines,
+        ):
             for line in lines:
                 if f'"evaluation_{self.metric}"' in line:
                     with suppress(ValueError, AttributeError, RecursionError):

@@ -8,29 +8,30 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
-from hpctrain.checkpoint.directory import behind_name
+from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
+from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.failure import end_on_signals
+from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import labelled_prints
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import assemble
-from hpctrain.training.inference import Question, answer
 from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
@@ -116,17 +117,20 @@ def exits_refused() -> Iterator[None]:
         ) from leave
 
 
+Answer: TypeAlias = Callable[[CheckedJob, World, torch.device, LifeCycle], dict[str, Any]]
+"""The answer of a job's model to a question; collective, equal on all ranks."""
+
+
 def answer_on_rank(
-    identity: Identity, read: Callable[[], RawJob], question: Question, channel: RankChannel
+    identity: Identity, read: Callable[[], RawJob], answer: Answer, channel: RankChannel
 ) -> dict[str, Any]:
-    """Meet the other ranks, agree on the job, and ask its model, with the weights of a checkpoint."""
-    question = replace(question, weights=behind_name(question.weights))
+    """Meet the other ranks, agree on the job, and ask its model."""
     end_on_signals(channel)
     with on_rank(identity, channel) as world:
         with labelled_prints(world.identity):
             checked = agree_on_job(world, read)
             with communicating(world, checked) as (checked, device, hooks, _), exits_refused():
-                found = answer(checked, world, device, hooks, question)
+                found = answer(checked, world, device, hooks)
         channel.report_exit(EXIT_DONE)
     return {**found, "exit_code": EXIT_DONE}
 

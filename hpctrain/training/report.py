@@ -192,6 +192,8 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in row.items()
     }
     for name, value in found.items():
+        if type(value) in (int, float, str, bool):
+            continue
         try:
             json.dumps(finite(value))
         except TypeError:

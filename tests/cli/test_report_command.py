@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from conftest import JobFile
-from hpctrain_plugins.report.gathering import gather
-from hpctrain_plugins.report.pages import html_page, markdown
-from hpctrain_plugins.report.plan_file import JobPlan, read_plan
+from hpctrain_tools.report.gathering import gather
+from hpctrain_tools.report.pages import html_page, markdown
+from hpctrain_tools.report.plan_file import JobPlan, read_plan
 from launching import KILL, hpctrain, run, started, wait_until
 from packages import need_commands
 from planted_runs import GB, STORIES, healthy, killed_and_resumed, planted_plan

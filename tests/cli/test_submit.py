@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from conftest import JobFile
+from hpctrain_tools.submit.asking import Submitted
+from hpctrain_tools.submit.record import Submission
 from launching import Finished, Started, hpctrain, run
 
 from hpctrain.base.child_python import python_module
-from hpctrain.starting.scheduler.asking import Submitted
-from hpctrain.starting.scheduler.record import Submission
 
 pytestmark = pytest.mark.timeout(200)
 

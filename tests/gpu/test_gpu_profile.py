@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hpctrain_plugins.profile.hta_report import Report
-from hpctrain_plugins.profile.table import Figures
-from hpctrain_plugins.profile.traces import stored_window
+from hpctrain_tools.profile.hta_report import Report
+from hpctrain_tools.profile.table import Figures
+from hpctrain_tools.profile.traces import stored_window
 from on_gpu import job, losses, needs_gpu, trained
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]

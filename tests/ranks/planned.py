@@ -15,13 +15,13 @@ import pytest
 import tomli_w
 import torch
 import torch.distributed as dist
+from hpctrain_tools.plan.ledger import Origin, bytes_of
+from hpctrain_tools.plan.torch_fake import local_tensors
+from hpctrain_tools.plan.watch import Watch
 from torch import Tensor, nn
 from training import job, own_device, session_of
 
 import hpctrain.mpi
-from hpctrain.base.torch_fake import local_tensors
-from hpctrain.planning.ledger import Origin, bytes_of
-from hpctrain.planning.watch import Watch
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train_step
 

@@ -13,17 +13,17 @@ TIMES = {test.partition("[")[0]: 10.0 for test in TESTS}
 def test_rooms_are_those_that_a_test_imports_or_reaches_through_commands() -> None:
     assert room_of("hpctrain/checkpoint/store.py") == "checkpoint" and room_of("hpctrain/api.py") == "api"
     assert room_of("plugins/hpctrain_plugins/metric/accuracy.py") == "metric" and room_of("docs/commands.md") is None
-    assert room_of("hpctrain/starting/scheduler/record.py") == "scheduler"
-    assert "starting" in rooms_of("tests/unit/test_hosts.py") and "scheduler" in rooms_of("tests/slurm/test_submit.py")
-    assert "scheduler" not in rooms_of("tests/unit/test_hosts.py")
+    assert room_of("plugins/hpctrain_tools/submit/record.py") == "submit"
+    assert "starting" in rooms_of("tests/unit/test_hosts.py") and "submit" in rooms_of("tests/slurm/test_submit.py")
+    assert "submit" not in rooms_of("tests/unit/test_hosts.py")
 
 
 def test_what_changed_comes_first_and_the_time_is_kept() -> None:
-    chosen = choose(TESTS, TIMES, {"hpctrain/starting/scheduler/record.py"}, 75.0, "a commit")
-    assert [reason for _, reason in chosen] == ["of scheduler"] * 6 + ["its turn"]
-    assert {test for test, reason in chosen if reason == "of scheduler"} == set(TESTS[:6])
-    first = choose(TESTS, TIMES, {"hpctrain/starting/scheduler/record.py"}, 75.0, "a commit", TESTS[6:8])
-    assert [reason for _, reason in first] == ["with every change"] * 2 + ["of scheduler"] * 5
+    chosen = choose(TESTS, TIMES, {"plugins/hpctrain_tools/submit/record.py"}, 75.0, "a commit")
+    assert [reason for _, reason in chosen] == ["of submit"] * 6 + ["its turn"]
+    assert {test for test, reason in chosen if reason == "of submit"} == set(TESTS[:6])
+    first = choose(TESTS, TIMES, {"plugins/hpctrain_tools/submit/record.py"}, 75.0, "a commit", TESTS[6:8])
+    assert [reason for _, reason in first] == ["with every change"] * 2 + ["of submit"] * 5
     own = choose(TESTS, TIMES, {"tests/unit/test_hosts.py"}, 60.0, "a commit")
     assert {test for test, _ in own} == set(TESTS[6:]) and {reason for _, reason in own} == {"its file changed"}
 

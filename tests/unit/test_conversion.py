@@ -13,7 +13,7 @@ import pytest
 import tomli
 from click.testing import CliRunner
 from conftest import TINY
-from hpctrain_plugins.convert.conversion import LIBRARIES, converted
+from hpctrain_tools.convert.conversion import LIBRARIES, Conversion, converted
 
 import hpctrain
 from hpctrain.base.errors import UsageError
@@ -346,3 +346,19 @@ def test_the_command_writes_a_new_file_and_says_what_it_lacks(tmp_path: Path, mo
     assert isinstance(again.exception, UsageError) and "made.toml exists already" in str(again.exception)
     gone = CliRunner().invoke(cli, ["convert", "deepspeed", "gone.json", "b.toml"])
     assert "gone.json cannot be read" in str(gone.exception)
+
+
+def test_a_key_within_a_value_stays_one() -> None:
+    """A rule may pass a table on, whose keys are another person's."""
+    value = {'a = 1 }\nname = "subprocess:getoutput"\nz = { b': 1, "plain": [2.0]}
+    made = Conversion()
+    made.write({"optimizer.options": value}, "key")
+    assert tomli.loads(made.text([])) == {"optimizer": {"options": value}}
+
+
+def test_what_the_rules_have_not_written_is_refused() -> None:
+    made = Conversion()
+    made.write({"optimizer.lr": 0.1}, "key")
+    made.lines["optimizer"]["# note"] = '# a\nname = "subprocess:getoutput"'
+    with pytest.raises(UsageError, match="would become a part of the job"):
+        made.text([])

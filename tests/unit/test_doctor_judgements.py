@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpctrain.cli.doctor.communication import RankPair, judge_links, judge_work, ring
-from hpctrain.cli.doctor.findings import FindingOfRanks
-from hpctrain.cli.doctor.node import judge_cores
+from hpctrain_tools.doctor.communication import RankPair, judge_links, judge_work, ring
+from hpctrain_tools.doctor.findings import FindingOfRanks
+from hpctrain_tools.doctor.node import judge_cores
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]
 

@@ -25,14 +25,14 @@ REFUSED = [
     "OMPI_MCA_mca_base_param_files", "OMPI_MCA_mca_base_env_list", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_CONF_FILE",
     "FI_PROVIDER_PATH", "UCX_MODULE_DIR", "UCX_CONFIG_DIR", "UCX_GDB_COMMAND", "CUDA_INJECTION64_PATH", "CUDA_HOME",
     "OMP_TOOL_LIBRARIES", "HSA_TOOLS_LIB", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "PYTORCH_KERNEL_CACHE_PATH", "NCCL_API_TOKEN",
-    "UCX_SECRET",
+    "UCX_SECRET", "UCX_APIKEY", "NCCL_HPCTOKEN", "FI_AUTH_KEYS", "FI_DBPASSWORD",
 ]  # fmt: skip
 TAKEN = [
     "OMPI_MCA_btl", "PRTE_MCA_hwloc_default_binding_policy", "MPIR_CVAR_CH4_NETMOD", "MPICH_GPU_SUPPORT_ENABLED", "FI_PROVIDER",
     "UCX_TLS", "UCX_IB_NUM_PATHS", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "RCCL_MSCCL_ENABLE", "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "MKL_NUM_THREADS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING",
     "CUBLAS_WORKSPACE_CONFIG", "HIP_VISIBLE_DEVICES", "TORCH_LOGS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_CUDA_ALLOC_CONF",
-    "TOKENIZERS_PARALLELISM",
+    "TOKENIZERS_PARALLELISM", "UCX_IB_PKEY", "UCX_RKEY_PTR_SEG_SIZE",
 ]  # fmt: skip
 
 
@@ -68,9 +68,7 @@ def test_tables_of_any_shape_set_nothing(tables: dict[str, Any]) -> None:
 
 
 def test_doctor_shows_no_secret() -> None:
-    found = settings(
-        {"UCX_TLS": "rc", "NCCL_API_TOKEN": "s3cret", "AWS_SECRET_KEY": "s3cret", "CUDA_VISIBLE_DEVICES": "1"}
-    )
+    found = settings({"UCX_TLS": "rc", "NCCL_API_TOKEN": "s3cret", "UCX_APIKEY": "s3cret", "CUDA_VISIBLE_DEVICES": "1"})
     assert found == {"UCX_TLS": "rc"}
 
 

@@ -11,7 +11,19 @@ from conftest import JobFile
 from launching import hpctrain, run
 
 from hpctrain.base.errors import HpctrainError, shown
-from hpctrain.base.safe_files import created, make_directory, open_to_change, read_bytes, replacing
+from hpctrain.base.safe_files import (
+    closed_directory,
+    created,
+    make_directory,
+    open_to_change,
+    own_directory,
+    read_bytes,
+    replacing,
+    scratch_directory,
+    stays,
+)
+from hpctrain.cli.options import say
+from hpctrain.training.progress import BestSoFar
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
@@ -52,6 +64,34 @@ def test_a_replacement_that_fails_changes_nothing_and_leaves_nothing(tmp_path: P
         file.write(b"3")
         raise ZeroDivisionError
     assert path.read_bytes() == b"2" and list(tmp_path.iterdir()) == [path]
+
+
+def test_directories_in_shared_places_are_closed(tmp_path: Path) -> None:
+    before = os.umask(0)
+    path, other = own_directory(tmp_path / "a" / "b"), closed_directory("y-", tmp_path)
+    with scratch_directory("x-", tmp_path) as scratch:
+        os.umask(before)
+        for one in (path, other, scratch):
+            assert stat.S_IMODE(one.stat().st_mode) == 0o700 and own_directory(one) == one
+    assert not scratch.exists() and scratch.name.startswith("hpctrain-x-")
+    with pytest.raises(FileExistsError):
+        own_directory(path, exist_ok=False)
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "file").touch()
+    path.chmod(0o770)
+    for name in ("link", "file", "a/b"):
+        with pytest.raises(OSError):
+            own_directory(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away")
+def test_another_user_s_directory_is_not_used(tmp_path: Path) -> None:
+    path = own_directory(own_directory(tmp_path / "theirs") / "ours")
+    assert stays(path)
+    os.chown(path.parent, 65533, 65533)
+    assert not stays(path)
+    with pytest.raises(PermissionError, match="other users may use it"):
+        own_directory(path.parent)
 
 
 def test_a_link_is_no_directory_of_a_run(tmp_path: Path) -> None:
@@ -97,8 +137,17 @@ def test_permissions_that_are_none(permissions: str, job: JobFile) -> None:
     assert done.code == 2 and "lets the owner in" in done.err, done
 
 
-def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end() -> None:
+def test_a_pipe_in_place_of_metrics_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    best = BestSoFar()
+    best.resume(tmp_path / "metrics.jsonl")
+    assert best.words() == []
+
+
+def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(HpctrainError("a\x1b[2J\nb")) == "a\\x1b[2J\nb"
+    say("a\x1b]0;x\x07b\u202e")
+    assert capsys.readouterr().out == "a\\x1b]0;x\\x07b\\u202e\n"
     nested: list[object] = ["x"]
     for _ in range(60):
         nested = [nested, nested]

@@ -31,12 +31,10 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-TOOLS = {"report", "profile", "bench", "convert", "commands"}
-BUDGETS = {"hpctrain": 44_524, "plugins/hpctrain_plugins": 11_075}
-"""Lines of Python, of the plugins without TOOLS: what grows replaces something. Lower a number when you can, never raise one;
-28,000 and 11,000 are the goals."""
-WORDS = 139_570
-"""Of the pages; 75,000 are the goal."""
+BUDGETS = {"hpctrain": 37_077, "plugins/hpctrain_plugins": 10_947}
+"""Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
+WORDS = 89_320
+"""Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 
 def hooks() -> list[str]:
@@ -54,13 +52,18 @@ def inside(command: click.Command) -> dict[str, click.Command]:
 
 @pytest.mark.parametrize("package", BUDGETS)
 def test_a_package_keeps_its_budget(package: str) -> None:
-    files = [one for one in (ROOT / package).rglob("*.py") if one.relative_to(ROOT / package).parts[0] not in TOOLS]
-    lines = sum(file.read_text().count("\n") for file in files)
+    lines = sum(file.read_text().count("\n") for file in (ROOT / package).rglob("*.py"))
     assert lines <= BUDGETS[package]
 
 
 def test_the_pages_keep_their_budget() -> None:
-    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "plugins").glob("*/README.md")]
+    docs = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reference"]  # made with the site
+    pages = [
+        *docs,
+        *ROOT.glob("*.md"),
+        *(ROOT / "plugins").glob("*/README.md"),
+        *(ROOT / "plugins").glob("*/*/README.md"),
+    ]
     assert sum(len(page.read_text().split()) for page in pages) <= WORDS
 
 
@@ -103,7 +106,7 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert told == {name for name in vars(LifeCycleHooks) if name.startswith("hpctrain_")}, (
         "the table of life-cycle hooks"
     )
-    named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
+    named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins", "hpctrain_tools"}
     assert named == set(hooks()), "the page names no hook that does not exist"
 
 
@@ -252,18 +255,21 @@ def test_every_first_party_plugin_is_an_entry_point(project: Path) -> None:
     points = tomli.loads(project.read_text())["project"]["entry-points"]["hpctrain"]
     home = ROOT / "plugins" if project.parent == ROOT else project.parent
     folders = (
-        [home / "hpctrain_plugins"] if project.parent == ROOT else [one.parent for one in home.glob("*/__init__.py")]
+        [home / "hpctrain_plugins", home / "hpctrain_tools"]
+        if project.parent == ROOT
+        else [one.parent for one in home.glob("*/__init__.py")]
     )
+    registered = "|".join(["command", *SLOTS])
     with_hook = {
         str(file.relative_to(home).with_suffix("")).replace("/", ".").removesuffix(".__init__")
         for folder in folders
         for file in folder.glob("**/*.py")
-        if re.search("^@hookimpl", file.read_text(), re.MULTILINE)
+        if re.search(rf"^@hookimpl\ndef hpctrain_({registered})\(", file.read_text(), re.MULTILINE)
     }
     assert with_hook == set(points.values())
     for point, module in points.items():
-        kind = module.split(".")[1].removesuffix("s")
-        assert point.split(".")[0] == kind, "the entry point's name begins with the slot, or is a command's"
+        rooms = {part.removesuffix("s") for part in module.split(".")}
+        assert point.split(".")[0] in rooms, "the entry point's name begins with the slot, or is a command's"
 
 
 def test_ranks_send_each_other_no_pickles() -> None:

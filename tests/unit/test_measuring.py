@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, JobFile
-from hpctrain_plugins.bench.figures import Figure, Ratio
-from hpctrain_plugins.bench.peers import Peer, PeersResult
-from hpctrain_plugins.bench.running import measure
-from hpctrain_plugins.bench.scaling import batches, numbers, places
-from hpctrain_plugins.bench.step import plain_loop, split
-from hpctrain_plugins.bench.tables import measured_tables
-from hpctrain_plugins.bench.task import Step
-from hpctrain_plugins.bench.trainers import Trainer
-from hpctrain_plugins.bench.turns import Turn
-from hpctrain_plugins.commands import bench_scaling
+from hpctrain_tools.bench import measuring, spread, start_measuring
+from hpctrain_tools.bench.figures import Figure, Ratio
+from hpctrain_tools.bench.peers import Peer, PeersResult
+from hpctrain_tools.bench.running import measure
+from hpctrain_tools.bench.scaling import batches, numbers, places
+from hpctrain_tools.bench.step import plain_loop, split
+from hpctrain_tools.bench.tables import measured_tables
+from hpctrain_tools.bench.task import Step
+from hpctrain_tools.bench.trainers import Trainer
+from hpctrain_tools.bench.turns import Turn
+from hpctrain_tools.commands import bench_scaling
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli import bench
 from hpctrain.job.problems import JobError
-from hpctrain.toolkit.commands import spread, start_measuring
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 4.0, 2.0], [0.1 * n**2 for n in range(31)]])
@@ -113,7 +112,7 @@ def test_a_rank_without_labels_trains_nothing() -> None:
 
 def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
-    monkeypatch.setattr(bench, "_TIME_LIMIT", 0.0)
+    monkeypatch.setattr(measuring, "_TIME_LIMIT", 0.0)
     with pytest.raises(UsageError, match="hpctrain bench machine took more than 0 s on 1 rank and was ended"):
         start_measuring(1, ["machine"], as_json=True)
 

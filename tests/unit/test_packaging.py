@@ -47,9 +47,10 @@ def _look(wheel: Path, *folders: Path) -> tuple[set[str], str]:
     return {name.partition("/")[0] for name in names if ".dist-info" not in name}, head
 
 
-def test_the_wheel_has_both_packages_and_a_page_that_an_index_can_show(built: tuple[Path, Path]) -> None:
-    top, _ = _look(built[0], ROOT / "hpctrain", ROOT / "plugins" / "hpctrain_plugins")
-    assert top == {"hpctrain", "hpctrain_plugins"}
+def test_the_wheel_has_its_packages_and_a_page_that_an_index_can_show(built: tuple[Path, Path]) -> None:
+    folders = [ROOT / "hpctrain", ROOT / "plugins" / "hpctrain_plugins", ROOT / "plugins" / "hpctrain_tools"]
+    top, _ = _look(built[0], *folders)
+    assert top == {folder.name for folder in folders}
 
 
 def test_the_wheel_of_horovods_interface(tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
     for name, folder in (
         ("hpctrain.api", ROOT),
         ("hpctrain_plugins.model.gpt", ROOT / "plugins"),
+        ("hpctrain_tools.plan.plan", ROOT / "plugins"),
         ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
         ("hpctrain_huggingface.model", ROOT / "plugins" / "hpctrain-huggingface"),
         ("hpctrain_dilated_attention.model", ROOT / "plugins" / "hpctrain-dilated-attention"),

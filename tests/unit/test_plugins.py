@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 import pytest
+from hpctrain_tools.submit.asking import Submitted
+from hpctrain_tools.submit.record import Submission
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.cli import cli, execute
@@ -18,8 +20,6 @@ from hpctrain.contracts.scheduler import JOB_FILE
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.user_code.reference import resolve
-from hpctrain.starting.scheduler.asking import Submitted
-from hpctrain.starting.scheduler.record import Submission
 from hpctrain.version import API_VERSION
 
 MODEL = """

@@ -161,8 +161,8 @@ def test_fp8_refuses_layers_that_are_cut() -> None:
 
 _PEAKS = """
 import json, sys, torch
-from hpctrain.base.torch_fake import fake_tensors
-from hpctrain.planning.accelerator import KIND, planned_accelerator
+from hpctrain_tools.plan.torch_fake import fake_tensors
+from hpctrain_tools.plan.accelerator import KIND, planned_accelerator
 from hpctrain.plugins.registry import build_registry
 from hpctrain.training.meters.throughput import peak_flops
 

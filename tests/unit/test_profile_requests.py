@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from hpctrain_plugins.commands.profile import command
-from hpctrain_plugins.profile import asking
-from hpctrain_plugins.profile.asking import record_now
-from hpctrain_plugins.profile.table import Figures
-from hpctrain_plugins.profile.traces import stored_window
+from hpctrain_tools.commands.profile import command
+from hpctrain_tools.profile import asking
+from hpctrain_tools.profile.asking import record_now
+from hpctrain_tools.profile.table import Figures
+from hpctrain_tools.profile.traces import stored_window
 
 import hpctrain
 from hpctrain.base.errors import UsageError

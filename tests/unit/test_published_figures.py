@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpctrain_tools.plan.estimate import step_time
+from hpctrain_tools.plan.job_plan import JobPlan
+from hpctrain_tools.plan.rank_plan import Exchange, RankPlan
+from hpctrain_tools.plan.simulation import plan_rank
+from hpctrain_tools.plan.watch import Operator
 
 import hpctrain
 from hpctrain.checking.check import check
 from hpctrain.job.machines import Machine, open_machine
 from hpctrain.job.raw import RawJob
-from hpctrain.planning.estimate import step_time
-from hpctrain.planning.job_plan import JobPlan
-from hpctrain.planning.rank_plan import Exchange, RankPlan
-from hpctrain.planning.simulation import plan_rank
-from hpctrain.planning.watch import Operator
 
 PLUGINS = """
 from contextlib import nullcontext

@@ -18,12 +18,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import JobFile
-from hpctrain_plugins import report as package
-from hpctrain_plugins.report.curves import RowReader
-from hpctrain_plugins.report.facts import Ending
-from hpctrain_plugins.report.gathering import gather
-from hpctrain_plugins.report.pages import html_page, markdown
-from hpctrain_plugins.report.verdict import judge
+from hpctrain_tools import report as package
+from hpctrain_tools.report.curves import RowReader
+from hpctrain_tools.report.facts import Ending
+from hpctrain_tools.report.gathering import gather
+from hpctrain_tools.report.pages import html_page, markdown
+from hpctrain_tools.report.verdict import judge
+from hpctrain_tools.runs.run_directory import RunDirectory
 from planted_runs import (
     BEGIN,
     COMPUTING,
@@ -47,7 +48,6 @@ from hpctrain.cli import execute
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.table_types import SlotTable
 from hpctrain.job.tables import Job
-from hpctrain.viewing.run_directory import RunDirectory
 
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
@@ -503,7 +503,7 @@ def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkey
             file.write(
                 json.dumps({"step": step, "time": 1e9 + step, "loss": 1 / step, "lr": 0.1, "seconds": seconds}) + "\n"
             )
-    monkeypatch.setattr("hpctrain_plugins.report.curves._WHOLE_BYTES", path.stat().st_size // 8)
+    monkeypatch.setattr("hpctrain_tools.report.curves._WHOLE_BYTES", path.stat().st_size // 8)
     begin = time.monotonic()
     tracemalloc.start()
     found = RowReader(RunDirectory(tmp_path), [1e9]).read()

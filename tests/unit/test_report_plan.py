@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpctrain_plugins.report.gathering import gather
-from hpctrain_plugins.report.pages import as_json, markdown
-from hpctrain_plugins.report.plan_file import JobPlan, read_plan
-from hpctrain_plugins.report.verdict import judge
+from hpctrain_tools.report.gathering import gather
+from hpctrain_tools.report.pages import as_json, markdown
+from hpctrain_tools.report.plan_file import JobPlan, read_plan
+from hpctrain_tools.report.verdict import judge
 from planted_runs import GB, Planted, out_of_memory, planted_plan
 
 from hpctrain.cli import execute

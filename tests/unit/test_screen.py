@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
+from hpctrain_tools.runs.log_seen import read_log
 
 import hpctrain
 from hpctrain.contracts.identity import Identity
@@ -24,7 +25,6 @@ from hpctrain.ranks.prints import CLEAR_LINE, Labelled, labelled_prints, tell
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
 from hpctrain.training.log_file import logged_to_file
-from hpctrain.viewing.log_seen import read_log
 
 
 def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(

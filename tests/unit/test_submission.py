@@ -19,6 +19,8 @@ import pytest
 import torch
 import yaml
 from conftest import TINY, JobFile
+from hpctrain_tools.runs.standing import described
+from hpctrain_tools.submit.record import cancelled
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import mse_loss
@@ -33,9 +35,7 @@ from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.starting.scheduler.record import cancelled
 from hpctrain.training.rank import run_rank
-from hpctrain.viewing.standing import described
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [scheduler.slurm]; say where to submit it, for instance --to slurm"),

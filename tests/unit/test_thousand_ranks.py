@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
+from hpctrain_tools.plan.simulation import plan_rank
 from training import job
 
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
-from hpctrain.planning.simulation import plan_rank
 
 FLOAT = 4
 HIDDEN, LAYERS, VOCABULARY, LENGTH = 64, 2, 256, 16

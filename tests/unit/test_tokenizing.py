@@ -237,6 +237,14 @@ def test_what_a_killed_process_left_is_not_used_and_removed_later() -> None:
     assert not left.exists() and hidden.exists()
 
 
+def test_a_file_under_another_name_is_made_again() -> None:
+    """Who may write in the directory can rename files of others, and the token ids of other texts would be trained."""
+    path, _ = kept(Path("shared"), "one", lambda write: write(memoryview(b"first")))
+    path.rename(path.with_name("other"))
+    path, _ = kept(Path("shared"), "other", lambda write: write(memoryview(b"second")))
+    assert path.read_bytes().startswith(b"second")
+
+
 def test_two_processes_make_the_same_entry_at_the_same_time() -> None:
     """The second does not replace what the first may have mapped; both have a complete file."""
     with maker("1") as first, maker("2") as second:

@@ -1,4 +1,4 @@
-"""torch's private names are used in four files of hpctrain/base only, and the installed torch has them."""
+"""torch's private names are used in four files only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from hpctrain.base import torch_groups, torch_private
 
 ROOT = Path(__file__).parent.parent.parent
 HOMES = [
-    ROOT / "hpctrain" / "base" / name
-    for name in ("torch_private.py", "torch_groups.py", "torch_attention.py", "torch_fake.py")
+    *(ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_groups.py", "torch_attention.py")),
+    ROOT / "plugins" / "hpctrain_tools" / "plan" / "torch_fake.py",
 ]
 
 
@@ -59,6 +59,7 @@ OWNERS: dict[str, Any] = {
     "_scaled_dot_product_attention_math": torch.ops.aten,
     "_setup_privateuseone_for_python_backend": "torch.utils.backend_registration",
     "_disable_current_modes": "torch.utils._python_dispatch",
+    "_len_torch_dispatch_stack": torch._C,
     "_local_scalar_dense": torch.ops.aten,
     "_opname": torch.ops.aten.add.Tensor,
     "_overloadpacket": torch.ops.aten.add.Tensor,

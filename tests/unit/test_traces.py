@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from conftest import TINY
-from hpctrain_plugins.profile import merging, recording
-from hpctrain_plugins.profile.communication import Communication
-from hpctrain_plugins.profile.hta_report import Report
-from hpctrain_plugins.profile.merging import write_merged
-from hpctrain_plugins.profile.operators import Operator, operators_in
-from hpctrain_plugins.profile.options import TorchProfilerOptions
-from hpctrain_plugins.profile.recording import Ranges
-from hpctrain_plugins.profile.table import Figures
-from hpctrain_plugins.profile.traces import Events, stored_window
+from hpctrain_tools.profile import merging, recording
+from hpctrain_tools.profile.communication import Communication
+from hpctrain_tools.profile.hta_report import Report
+from hpctrain_tools.profile.merging import write_merged
+from hpctrain_tools.profile.operators import Operator, operators_in
+from hpctrain_tools.profile.options import TorchProfilerOptions
+from hpctrain_tools.profile.recording import Ranges
+from hpctrain_tools.profile.table import Figures
+from hpctrain_tools.profile.traces import Events, stored_window
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from hpctrain_tools.runs.following import Follower
+from hpctrain_tools.runs.frame import frame
+from hpctrain_tools.runs.history import History
+from hpctrain_tools.runs.listing import list_runs
+from hpctrain_tools.runs.room import Room
+from hpctrain_tools.runs.rows import Evaluation, Step, is_evaluation, read_row
+from hpctrain_tools.runs.table import table
+from hpctrain_tools.runs.watcher import Snapshot, Watcher
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -19,14 +27,6 @@ from rich.cells import cell_len
 from hpctrain.base.safe_files import replacing
 from hpctrain.cli import execute
 from hpctrain.training.sparkline import Series, chart, sparkline
-from hpctrain.viewing.following import Follower
-from hpctrain.viewing.frame import frame
-from hpctrain.viewing.history import History
-from hpctrain.viewing.listing import list_runs
-from hpctrain.viewing.room import Room
-from hpctrain.viewing.rows import Evaluation, Step, is_evaluation, read_row
-from hpctrain.viewing.table import table
-from hpctrain.viewing.watcher import Snapshot, Watcher
 
 NEW_KEYS = {
     "seconds": {
@@ -336,8 +336,8 @@ SAID: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", SAID)
 def test_the_view_of_a_run(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.viewing import watcher
-    from hpctrain.viewing.standing import Standing
+    from hpctrain_tools.runs import watcher
+    from hpctrain_tools.runs.standing import Standing
 
     change, said = SAID[case]
     directory = made(tmp_path / "run", *(row(step) for step in range(1, 51)))

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.safe_files import is_closed, own_directory, read_all, reading, replacing
 from hpctrain.base.store.messages import SECRET_BYTES
 
 _MUNGE_SECONDS = 10
@@ -53,10 +53,10 @@ def make_credential(token: str, file: Path | None) -> Credential:
         if sealed is not None:
             return Credential(secret, sealed, lambda: None)
         file = secret_file(token)
-        with contextlib.suppress(OSError):  # told below
-            file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        _write(file, secret)
+        own_directory(file.parent)
+        with replacing(file, 0o600) as opened:
+            opened.write(secret.hex().encode())
     except OSError as error:
         raise EnvironmentUnfitError(
             f"the ranks have no way to recognize each other: this node runs no MUNGE, and {file} cannot be written "
@@ -77,29 +77,12 @@ class SecretFinder:
         return _open_seal(introduction, self._token) if introduction else _read(self._file)
 
 
-def _write(path: Path, secret: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secret.hex().encode())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _read(path: Path) -> bytes | None:
     """The secret in a file that belongs to this user and that nobody else can access; else None."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            return None
-        return _from_hex(file.read(_FILE_BYTES + 1))
+    with contextlib.suppress(OSError), reading(path) as fd:
+        if is_closed(os.fstat(fd)):
+            return _from_hex(read_all(fd, path, _FILE_BYTES))
+    return None
 
 
 def _seal(secret: bytes, token: str) -> bytes | None:

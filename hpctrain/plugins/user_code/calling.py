@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from hpctrain.plugins.blame import failing_layer, is_communication
 LOG = logging.getLogger("hpctrain")
 
 _HERE = str(Path(__file__).parents[2])
+_FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
@@ -95,4 +97,4 @@ def _shapes(batch: object) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}hpctrain_plugins{os.sep}" not in file
+    return not file.startswith(("<", *_LIBRARIES)) and _FIRST_PARTY.search(file) is None

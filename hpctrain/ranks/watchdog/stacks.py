@@ -29,6 +29,7 @@ _COMMUNICATION = (
     os.path.join(_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
     _TIMED,
 )
+_FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
 """Packages are often in two places: a site's, and a virtual environment on top."""
@@ -142,7 +143,7 @@ def _is_of_library(path: str) -> bool:
 
 
 def _is_ours(path: str) -> bool:
-    return path.startswith(_HPCTRAIN) or f"{os.sep}hpctrain_plugins{os.sep}" in path
+    return path.startswith(_HPCTRAIN) or _FIRST_PARTY.search(path) is not None
 
 
 def _is_users(frame: FrameType) -> bool:

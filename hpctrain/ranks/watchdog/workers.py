@@ -11,12 +11,12 @@ import multiprocessing
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.base.safe_files import closed_directory
 from hpctrain.ranks.starter_directory import PIPE, sweep
 
 _SIGNAL = signal.SIGUSR2
@@ -32,7 +32,7 @@ _directories: dict[Path, int] = {}
 def new_directory() -> Path:
     """A directory for the files of one pool's workers."""
     sweep("hpctrain-workers-*")
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-workers-"))
+    directory = closed_directory("workers-")
     os.mkfifo(directory / PIPE)
     _directories[directory] = os.open(directory / PIPE, os.O_RDWR)
     return directory

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from functools import cache
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -14,11 +16,12 @@ KINDS = ("memory", "allocated", "reserved", "fragmented", "host")
 """Keys of a row without `_bytes`; the first one is the peak."""
 
 
+_process = cache(psutil.Process)  # to make one takes a millisecond; a forked rank has another process than its server
+
+
 def memory_of(device: torch.device) -> list[int]:
     """Bytes by kind, those on an accelerator zero on the CPU."""
-    resident = int(
-        psutil.Process().memory_info().rss
-    )  # a new object: a forked rank has another process than its server
+    resident = int(_process(os.getpid()).memory_info().rss)
     if is_accelerator(device):
         return [*memory_on(device), resident]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
@@ -11,6 +12,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.devices import is_accelerator
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.meters.clock import PARTS, Clock
@@ -23,6 +25,8 @@ from hpctrain.training.metrics import MeasuredRow, OwnRow
 
 _SIZES = (len(PARTS), len(PARTS), 1, len(KINDS), 2)
 """How many figures a rank tells of each kind: times, own times, operations, memory, load."""
+_PACE = 0.5
+"""Seconds after which the memory of a process on the CPU is looked up again."""
 _PLACES = list(pairwise(accumulate(_SIZES, initial=0)))
 
 
@@ -44,6 +48,7 @@ class Meters:
         self._stragglers, self._flops = Stragglers(nodes), ModelFlops(copies, countable, is_forward)
         self._load, self._traffic = DeviceLoad(device), Traffic(groups)
         self._peak = peak_flops(device, precision)
+        self._memory, self._looked = [0] * len(KINDS), -math.inf
 
     def counting(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """A context for the forwards and backwards of a step."""
@@ -58,8 +63,11 @@ class Meters:
         times = self.clock.take()
         times.own[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
         operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
-        memory = memory_since(self._device)
-        return [*times.parts, *times.own, operations, *memory, *self._load.take()]
+        if (
+            is_accelerator(self._device) or time.monotonic() > self._looked + _PACE
+        ):  # the system takes up to a millisecond
+            self._memory, self._looked = memory_since(self._device), time.monotonic()
+        return [*times.parts, *times.own, operations, *self._memory, *self._load.take()]
 
     def row(self, ranks: Sequence[Sequence[float]], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from hpctrain_tools.bench import Spread, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain_horovod.torch as ours
 from hpctrain.mpi import BACKEND, MPI
-from hpctrain.toolkit.commands import Spread, spread
 
 OPERATIONS = ("allreduce", "allgather", "broadcast")
 SIZES = (4 * 1024, 2**20, 64 * 2**20)

@@ -1,4 +1,4 @@
-"""Writes docs/lab/architectures.md from the results of ranks/test_architectures.py.
+"""Writes docs/architectures.md from the results of ranks/test_architectures.py.
 
 mpiexec -n 2 python -m pytest plugins/hpctrain-huggingface/tests/ranks/test_architectures.py -m thorough --planned found.jsonl
 python plugins/hpctrain-huggingface/tests/architectures_table.py found.jsonl docs
@@ -30,7 +30,7 @@ def main(found: Path, docs: Path) -> None:
     lines = [["architecture", *layouts], ["---"] * (1 + len(layouts))]
     lines += [[name, *(cells[layout] for layout in layouts)] for name, cells in sorted(rows.items())]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    (docs / "lab" / "architectures.md").write_text(HEAD.format(version=__version__) + table)
+    (docs / "architectures.md").write_text(HEAD.format(version=__version__) + table)
 
 
 if __name__ == "__main__":

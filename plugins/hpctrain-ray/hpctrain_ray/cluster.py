@@ -18,14 +18,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, python_code, python_module
+from hpctrain.toolkit.commands import (
+    EnvironmentUnfitError,
+    UsageError,
+    closed_directory,
+    own_directory,
+    python_code,
+    python_module,
+    reason,
+    replacing,
+)
 
 _COUNT = """
 import logging, ray
@@ -137,19 +145,17 @@ def join(task: StepTask) -> int:
 
 def _make_private(task: StepTask) -> None:
     try:
-        task.directory.parent.mkdir(mode=0o700, exist_ok=True)
         _sweep(task.directory.parent)
-        task.directory.mkdir(mode=0o700)
-        with suppress(OSError):  # without /proc
-            (task.directory / "owner").write_text(json.dumps(_life_of(os.getpid())))
-        file = os.open(task.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        own_directory(task.directory, exist_ok=False)
+        with suppress(OSError), replacing(task.directory / "owner") as file:  # without /proc
+            file.write(json.dumps(_life_of(os.getpid())).encode())
+        with replacing(task.token_file, 0o600) as file:
+            file.write(secrets.token_hex(32).encode())
     except OSError as error:
         raise EnvironmentUnfitError(
             f"{task.directory} could not be made ({error.strerror}); expected a home directory that the nodes share, without "
             "the rest of an earlier start of this step: remove it"
         ) from None
-    with os.fdopen(file, "w") as stream:
-        stream.write(secrets.token_hex(32))
 
 
 def _life_of(pid: int) -> list[str]:
@@ -182,7 +188,7 @@ def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subp
     """Ray's processes of this node. They end with the context, and with this process."""
     cpus = f"--num-cpus={len(os.sched_getaffinity(0))}"
     # Ray opens its directories to all users; this one, above them, is closed. A short path: sockets are below it
-    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    directory = closed_directory("ray-", Path("/tmp"))
     own = [cpus, f"--temp-dir={directory / 'r'}"]
     # Slurm sends a step's signals to all of its processes: this one must not end Ray's, nor the workers that they start
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -218,7 +224,8 @@ def _await_port(host: str, port: int, head: subprocess.Popen[bytes]) -> None:
             return
         if head.poll() is not None or time.monotonic() > until:
             raise EnvironmentUnfitError(
-                f"the head of the Ray cluster did not start on {host} port {port}; its logs are in /tmp/ray-*/r of that node"
+                f"the head of the Ray cluster did not start on {host} port {port}; its logs are in /tmp/hpctrain-ray-*/r of that "
+                "node"
             )
         time.sleep(_POLL)
 
@@ -270,6 +277,10 @@ def main(words: Sequence[str]) -> int:
     if not command:
         raise UsageError("found no command, expected `srun ... python -m hpctrain_ray.cluster -- COMMAND`")
     task = this_task()
+    try:
+        own_directory(task.directory.parent)  # else somebody may say where the head is
+    except OSError as error:
+        raise EnvironmentUnfitError(reason(error)) from None
     return lead(task, command) if task.number == 0 else join(task)
 
 

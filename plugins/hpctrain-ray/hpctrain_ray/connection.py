@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from tempfile import gettempdir
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, reason
+from hpctrain.toolkit.commands import EnvironmentUnfitError, is_only_ours, reading, reason, temporary_place
 
 NAMESPACE = "hpctrain"
 _SECONDS = 10.0
@@ -47,13 +46,13 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
 def _noted() -> str:
     """The address of this user's newest cluster on this node, as Ray notes it in a directory that all users may write. Raises
     EnvironmentUnfitError unless nobody else can have noted it, and nobody else listens there: answers of a cluster are code."""
-    path = Path(os.environ.get("RAY_TMPDIR") or gettempdir(), "ray", "ray_current_cluster")
+    path = Path(os.environ.get("RAY_TMPDIR") or temporary_place(), "ray", "ray_current_cluster")
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            found, address = os.fstat(file.fileno()), file.read(1000).strip()
+        with reading(path) as fd:
+            found, address = os.fstat(fd), os.read(fd, 1000).decode(errors="replace").strip()
     except OSError as error:
         raise _no_cluster("auto", reason(error)) from None
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not is_only_ours(found):
         raise _stranger(f"{path} says {address!r}, and another user can have written it")
     if _listeners(address.rpartition(":")[2]) - {0, os.geteuid()}:
         raise _stranger(f"another user listens at {address!r}, which {path} says")

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from hpctrain.api import open_regular
 from hpctrain.toolkit.commands import (
     EXIT_CANCELLED,
     EXIT_DONE,
@@ -38,7 +39,8 @@ class DetachedSupervisor:
     def __init__(self, id: str, order: Order) -> None:
         self._id = JobId.of(id)
         os.chdir(order.directory)  # a job may import what is beside it
-        self._output = open(self._id.directory / OUTPUT, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # as long as it lives
+        output = open_regular(self._id.directory / OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._output = open(output, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # as long as it lives
         self._supervisor = Supervisor(order, lambda rank, stream, text: self._write(text), self._say, repeats=True)
         threading.Thread(target=self._run, daemon=True).start()
 

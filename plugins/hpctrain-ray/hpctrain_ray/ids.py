@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from hpctrain.toolkit.commands import UsageError, replacing
+from hpctrain.toolkit.commands import UsageError, read_bytes, replacing
 
 _ENDED = "ray.ended.json"
 _STOPPED = "ray.stopped"
@@ -51,14 +51,14 @@ class End:
 
 def note_stop(id: JobId) -> None:
     """Write down in the run's directory that the job is to stop: a supervisor that is started again must know it."""
-    with suppress(OSError):
-        (id.directory / _STOPPED).write_text(id.name)
+    with suppress(OSError), replacing(id.directory / _STOPPED) as file:
+        file.write(id.name.encode())
 
 
 def was_stopped(id: JobId) -> bool:
     """Whether the job was to stop."""
     with suppress(OSError):
-        return (id.directory / _STOPPED).read_text() == id.name
+        return read_bytes(id.directory / _STOPPED) == id.name.encode()
     return False
 
 
@@ -71,6 +71,6 @@ def write_end(id: JobId, code: int, why: str = "") -> None:
 def read_end(id: JobId) -> End | None:
     """How the job has ended; None if it has not, or a later one of the same run has."""
     with suppress(OSError, ValueError, TypeError):
-        end = End(**json.loads((id.directory / _ENDED).read_text()))
+        end = End(**json.loads(read_bytes(id.directory / _ENDED)))
         return end if end.name == id.name else None
     return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from pathlib import Path
-from tempfile import gettempdir
 
+from hpctrain.toolkit.commands import own_directory, replacing, temporary_place
 from hpctrain.toolkit.starting import Ending, ending_in, sweep
 
 _PREFIX = "hpctrain-ray-"
@@ -25,11 +24,9 @@ def make_private_directory(token: str, rank: int, secret: bytes) -> Path:
     """A new directory for the start `token` of a rank, which becomes a `ChannelDirectory`. Those that killed processes have left on
     this node go."""
     sweep(f"{_PREFIX}*", _ASKED_ABOUT)
-    directory = Path(gettempdir(), f"{_PREFIX}{token}.{rank}")
-    directory.mkdir(mode=0o700)
-    file = os.open(directory / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(file, "w") as stream:
-        stream.write(secret.hex())
+    directory = own_directory(temporary_place() / f"{_PREFIX}{token}.{rank}", exist_ok=False)
+    with replacing(directory / "secret", 0o600) as file:
+        file.write(secret.hex().encode())
     return directory
 
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli_w
 
 from hpctrain.api import Job, UsageError
-from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, read_bytes, scratch_directory
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
@@ -24,6 +23,8 @@ from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Order
 from hpctrain_ray.supervisor import Supervisor
 
+_MOST = 2**32
+"""Bytes of a run's metrics."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -52,7 +53,7 @@ class Result:
 
     def _rows(self) -> list[dict[str, Any]]:
         try:
-            lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+            lines = read_bytes(self.directory / "metrics.jsonl", _MOST).splitlines()
         except FileNotFoundError:
             return []
         return [row for row in map(json.loads, lines) if "grad_norm" in row]
@@ -161,8 +162,8 @@ def _job_file(job: Job | Mapping[str, Any] | str | Path) -> Iterator[tuple[Path,
             f"hpctrain_ray.run: the job's tables hold a value that other processes can't get ({error}); expected plain values: "
             'name a function or a class as "package.module:name"'
         ) from None
-    with TemporaryDirectory(prefix="hpctrain-ray-") as directory:
-        path = Path(directory, "job.toml")
+    with scratch_directory("job-") as directory:
+        path = directory / "job.toml"
         path.write_text(text)
         yield path, True
 

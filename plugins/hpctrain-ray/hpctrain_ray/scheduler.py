@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.api import JobState, Launch, Plan, Problem, Scheduler, UsageError, hookimpl
 from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, python_module
+from hpctrain.toolkit.scripts import quoted
 from hpctrain_ray.ids import JobId, read_end
 from hpctrain_ray.options import RayOptions
 from hpctrain_ray.order import Order
@@ -44,8 +44,8 @@ class Ray(Scheduler):
         return (
             "#!/bin/sh\n"
             "# Written by `hpctrain submit`, which leaves the same on the cluster: a supervisor of these ranks.\n"
-            f"cd {shlex.quote(str(launch.working_directory))} || exit\n"
-            f"while {shlex.join(program)}; code=$?; [ $code -eq 75 ]; do :; done\n"
+            f"cd {quoted(launch.working_directory)} || exit\n"
+            f"while {quoted(*program)}; code=$?; [ $code -eq 75 ]; do :; done\n"
             "exit $code\n"
         )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
 from hpctrain.api import Field, Launch, Options
-from hpctrain.toolkit.scripts import Line
+from hpctrain.toolkit.scripts import Line, quoted
 
 _GPUS = '"$([ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && echo --rocm || echo --nv)"'
 """The option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's. The
@@ -23,6 +21,6 @@ class ShellOptions(Options):
 def program(options: ShellOptions, launch: Launch, uses_gpus: bool) -> str:
     """hpctrain on a rank, for the shell: in its container, or as it is installed."""
     if options.container is None:
-        return shlex.join(launch.program)
+        return quoted(*launch.program)
     gpus = f" {_GPUS}" if uses_gpus else ""
-    return f"apptainer exec{gpus} {shlex.quote(options.container)} hpctrain"
+    return f"apptainer exec{gpus} {quoted(options.container)} hpctrain"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import click
+from hpctrain_tools.bench import start_measuring, tell_measured
 
-from hpctrain.toolkit.commands import example, hookimpl, start_measuring, tell_measured
+from hpctrain.toolkit.commands import example, hookimpl
 from hpctrain.toolkit.starting import launched
 
 

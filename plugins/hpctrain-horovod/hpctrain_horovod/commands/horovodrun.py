@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from hpctrain.toolkit.commands import UsageError, example, hookimpl
+from hpctrain.toolkit.commands import UsageError, example, hookimpl, say
 from hpctrain.toolkit.starting import ask_library
 from hpctrain_horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
 from hpctrain_horovod.alias import hand_down
@@ -94,7 +94,7 @@ def _tell_useless(context: click.Context, option: click.Parameter, value: object
     if value:
         name = next(name for name in option.opts if name.startswith("--"))
         why = (_FLAGS_WITHOUT_EFFECT | _OPTIONS_WITHOUT_EFFECT)[name]
-        click.echo(f"horovodrun: {name} has no effect here: {why}", err=True)
+        say(f"horovodrun: {name} has no effect here: {why}", err=True)
 
 
 def _refuse_jsrun(context: click.Context, option: click.Parameter, value: object) -> None:
@@ -104,7 +104,7 @@ def _refuse_jsrun(context: click.Context, option: click.Parameter, value: object
 
 def _show_version(context: click.Context, option: click.Parameter, value: object) -> None:
     if value:
-        click.echo(HOROVOD_VERSION)
+        say(HOROVOD_VERSION)
         context.exit()
 
 
@@ -178,7 +178,7 @@ def command(
     `python -m hpctrain_horovod train.py` instead.
     """
     if check_build:
-        click.echo(build())
+        say(build())
         return 0
     if hosts is not None and hostfile is not None:
         raise UsageError("found both --hosts and --hostfile, expected one")
@@ -250,7 +250,7 @@ def _take_config(file: Path, options: dict[str, Any]) -> bool | None:
         for key, value in (table or {}).items():
             name = _IN_CONFIG.get((section, key))
             if name is None and (section, key) != ("stall_check", "enabled"):
-                click.echo(f"horovodrun: {section}.{key} of {file} has no effect here", err=True)
+                say(f"horovodrun: {section}.{key} of {file} has no effect here", err=True)
             elif name is not None and options[name] is None:
                 options[name] = _converted(name, value, f"--config-file {file}: {section}.{key}")
     enabled: bool | None = (tables.get("stall_check") or {}).get("enabled")

@@ -8,12 +8,10 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.commands import python_module
+from hpctrain.toolkit.commands import python_module, scratch_directory
 
 FUNCTION, RESULT = "function", "result"
 """Files of a run's directory: the function with its arguments, and RESULT.N, what rank N returned."""
@@ -59,12 +57,13 @@ def run(
         else [sys.path[0], *environment.get("PYTHONPATH", "").split(os.pathsep)]
     )
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in [*paths, ""]))
-    with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
-        directory = Path(name)
+    with scratch_directory() as directory:
         content = _pickled((func, tuple(args), dict(kwargs or {})))
         (directory / FUNCTION).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        task = python_module("hpctrain_horovod.runner.task", name, digest, python=executable or sys.executable)
+        task = python_module(
+            "hpctrain_horovod.runner.task", str(directory), digest, python=executable or sys.executable
+        )
         command = python_module("hpctrain", "horovodrun", *words, *task)
         done = subprocess.run(command, env=environment)
         if done.returncode:

@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, scratch_directory
 from hpctrain.toolkit.starting import Hosts, Launched, UnderMpiexec, ask_library, find_mpiexec, over_pmi
 from hpctrain_horovod.starter import supervised
 from hpctrain_horovod.starter.hosts import discovered
@@ -129,11 +128,8 @@ def run_without_mpi(
     limits = Limits(least, most, elastic, numbers.reset_limit, numbers.start_timeout, returns)
     places = None if elastic else fixed.first(most).by_rank
     command = as_worker([_program(words), *words[1:]], most, output, places)
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
-    try:
+    with scratch_directory() as directory:
         return _wait(Elastic(command, limits, discover, directory, ssh))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _own_variables() -> list[str]:

@@ -62,7 +62,8 @@ def start_worker(name: str, host: str, command: Sequence[str], file: Path, where
     settings = [f"{key}={shlex.quote(value)}" for key, value in {**variables, WORKER: name}.items()]
     script = (
         "umask 077 && there=$(mktemp) && cat > $there && "
-        f"cd {shlex.quote(os.getcwd())} && exec env {' '.join(settings)} {STARTER}=$there {shlex.join(command)}"
+        f"cd {shlex.quote(os.getcwd())} && env {' '.join(settings)} {STARTER}=$there {shlex.join(command)}"
+        '; code=$?; rm -f "$there"; exit $code'
     )
     words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", *ssh, host, script]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hpctrain_horovod.engine.variables import of_launcher, of_place, of_started
+from hpctrain_horovod.starter.workers import STARTER, start_worker
 
 
 def test_horovods_variables_of_a_launcher_and_of_places() -> None:
@@ -25,3 +29,17 @@ def test_horovods_variables_of_a_launcher_and_of_places() -> None:
         assert bool(of_started(hosts, 2, of_launcher(told))) is placed
     assert of_started(hosts, 2, None) == of_place(hosts, 2, by_name=True)
     assert not of_started(["a"], 2, of_launcher(told)), "the launcher has started more"
+
+
+def test_another_host_keeps_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in ssh's place, which runs the command here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text('#!/bin/sh\nfor word; do :; done\nexec sh -c "$word"\n')
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    command = ["sh", "-c", f'stat -c %a "${STARTER}" > {tmp_path}/out; cat "${STARTER}" >> {tmp_path}/out; exit 7']
+    worker = start_worker("a", "other", command, tmp_path / "unused", "secret", [])
+    assert worker.process.wait(30) == 7
+    assert (tmp_path / "out").read_text() == "600\nsecret" and not [*(tmp_path / "tmp").iterdir()]

@@ -79,7 +79,10 @@ class Files:
             return file.get_tensor(name)  # type: ignore[no-any-return]
 
     def identity(self) -> str:
-        """A hash of the files' names and sizes and of what begins and ends them: other weights have another one."""
+        """A hash of the files' names and sizes and of what begins and ends them: other weights have another one.
+
+        To hash all of 140 GB at each start would take longer than to read them.
+        """
         found = sha256()
         for path in sorted(set(self.places.values())):
             size = path.stat().st_size

@@ -1,6 +1,6 @@
 """Which architectures train in which layout: each has the losses of a plain loop on what from_pretrained gives, or is refused.
 
-architectures_table.py makes docs/lab/architectures.md of it.
+architectures_table.py makes docs/architectures.md of it.
 """
 
 from __future__ import annotations

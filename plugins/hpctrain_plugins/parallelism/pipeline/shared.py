@@ -2,7 +2,7 @@
 
 One rank, the owner, has the parameter in its module. Only there it is sharded, updated and saved. The other ranks hold a copy
 that is not a parameter of their module. The copy gets the owner's values before each step, so that both are equal to the bit,
-and its gradient is added to the owner's after the step.
+and its gradient is added to the owner's after the step. Updated on both ends, they would come to differ by rounding.
 """
 
 from __future__ import annotations

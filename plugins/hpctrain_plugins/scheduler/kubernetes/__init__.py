@@ -112,12 +112,14 @@ class Kubernetes(Scheduler):
             def ignore_aliases(self, data: Any) -> bool:
                 return True
 
-        def text(dumper: Any, value: str) -> Any:
+        def written(dumper: Any, value: str) -> Any:
             return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-        Dumper.add_representer(str, text)
-        head = "# Written by `hpctrain submit`.\n"
-        return head + str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, explicit_start=True, width=120))
+        Dumper.add_representer(str, written)
+        text = str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, explicit_start=True, width=120))
+        if [*yaml.safe_load_all(text)] != documents:
+            raise UsageError("the job has a text that YAML does not give back as it is, such as control characters")
+        return f"# Written by `hpctrain submit`.\n{text}"
 
     def submit(self, script: Path, launch: Launch) -> list[str]:
         id = f"{_RESOURCES[self.options.kind]}/{_name(launch)}"

@@ -1,1 +1,0 @@
-"""Runs seen from outside, by the files that they write: `hpctrain runs`, `top` and `status`. Nothing here imports torch."""

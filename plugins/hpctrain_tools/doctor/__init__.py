@@ -1,0 +1,1 @@
+"""Checks of the machine before a job is trained on it: `hpctrain doctor`."""
