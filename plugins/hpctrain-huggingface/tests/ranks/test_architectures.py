@@ -21,7 +21,7 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 
-PAGE = Path(__file__).parents[4] / "docs" / "lab" / "architectures.md"
+PAGE = Path(__file__).parents[4] / "docs" / "architectures.md"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 0": {},
     "stage 3": {"sharding": {"stage": 3}},
