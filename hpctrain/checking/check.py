@@ -24,7 +24,9 @@ from hpctrain.job.raw import Key, RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout, layout_of, plan_of
 from hpctrain.plugins.blame import retell_plugin_error
+from hpctrain.plugins.entry_points import entry_points
 from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks.detection import torchrun_variables
 
 _LIMIT = ("job", "time_limit")
@@ -66,7 +68,8 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     """Each stage needs what the one before has made, so all problems of a stage are reported at once."""
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
-    registry = build_registry(*(lists.get(key, ()) for key in ("load", "block")))
+    asked = {*raw.tables, *({"pipeline_schedule"} if "parallelism" in raw.tables else ())}
+    registry = build_registry(lists.get("load", ()), lists.get("block", ()), OPTIONAL - asked)
     problems = _unknown_names(lists.get("block", ()), registry)
     job = _core_tables(raw, problems)
     made = PartsMaker(raw, registry, problems).make_all()
@@ -102,8 +105,7 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
 
 def _unknown_names(names: Sequence[str], registry: Registry) -> list[PlacedProblem]:
     """Problems for unknown names in [plugins] block."""
-    sources = [*registry.sources, *(fault.source for fault in registry.faults)]
-    known = {name for one in sources for name in one.names}
+    known = {name for one in (*entry_points(), *registry.sources) for name in one.names} if names else set()
     unknown = [(i, name) for i, name in enumerate(names) if name not in known]
     return [
         PlacedProblem(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -48,14 +48,16 @@ def new_manager() -> pluggy.PluginManager:
 
 
 def load(
-    manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str]
+    manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str], left_out: Collection[str] = ()
 ) -> tuple[list[ModuleSource], list[Fault]]:
     """Register every plugin module on `manager`; return the faults of modules that cannot be registered.
 
-    `block` holds entry point names, module names or distribution names.
+    `block` holds entry point names, module names or distribution names. left_out: slots of which first-party modules, whose entry
+    points are named by their slot, are not imported.
     """
     found = (source for source in entry_points() if source.command is None)
     sources = sorted(found, key=lambda s: (s.distribution, s.entry_point))
+    sources = [one for one in sources if one.distribution != PROJECT or one.slot not in left_out]
     known = {source.module for source in sources}
     sources += [ModuleSource(module) for module in modules if module not in known]
     active: list[ModuleSource] = []

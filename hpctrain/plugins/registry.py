@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,10 +112,11 @@ class Registry:
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
 
 
-def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:
-    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
+def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), left_out: Collection[str] = ()) -> Registry:
+    """Load every plugin, but for first-party ones of the slots `left_out`. Raises EnvironmentUnfitError for a broken module of
+    `modules`, which the job asks for."""
     manager = new_manager()
-    sources, faults = load(manager, modules, block)
+    sources, faults = load(manager, modules, block, left_out)
     registry = Registry(manager, sources=sources, faults=faults)
     by_plugin = {source.key: source for source in sources}
     claims: dict[tuple[str, str], list[Registered]] = {}

@@ -73,6 +73,9 @@ SLOTS: dict[str, Slot] = {
     )
 }
 
+OPTIONAL = frozenset({"parallelism", "pipeline_schedule", "logger", "hook", "metric", "scheduler"})
+"""Slots of which a job needs no plugin."""
+
 TABLES = [slot for slot in SLOTS.values() if not slot.inner]
 """The slots that have a table in the job file."""
 

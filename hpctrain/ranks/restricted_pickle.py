@@ -19,6 +19,16 @@ import torch
 from hpctrain.base import errors
 from hpctrain.base.torch_private import get_layout, set_object_unpickler
 
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, as Python 3.11.0 to 3.11.3 write it."""
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise TypeError(
+        f"a rank sent an attribute of {type(kind).__name__}, which could run code here; expected a member of an enum"
+    )
+
+
 _TORCH_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.")
 _PLAIN: dict[tuple[str, str], Any] = {
     **{("builtins", kind.__name__): kind for kind in (set, frozenset, slice, range, complex, bytearray)},
@@ -27,6 +37,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     (get_layout.__module__, get_layout.__name__): get_layout,
+    ("builtins", "getattr"): _member,
 }
 
 

@@ -17,6 +17,7 @@ from hpctrain.base.devices import is_started
 from hpctrain.base.torch_private import delay_compiler
 from hpctrain.plugins.entry_points import RAISED, entry_points
 from hpctrain.plugins.registry import OWN
+from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks import process
 
 _LATE = (
@@ -41,7 +42,7 @@ def preload(command: str) -> str | None:
         mpi4py.rc.initialize = False  # a rank starts MPI itself
         importlib.import_module("mpi4py.MPI")
     for source in entry_points():
-        if source.distribution == OWN and source.command is None:
+        if source.distribution == OWN and source.command is None and source.slot not in OPTIONAL:
             with suppress(*RAISED):  # the ranks report it
                 importlib.import_module(source.module)
     mpi: Any = sys.modules.get("mpi4py.MPI")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.base.errors import CheckpointError, UsageError
-from hpctrain.base.safe_files import temporary_name
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checkpoint.conversion import writing
+from hpctrain.checkpoint.conversion import new_directory, writing
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.finding import memory_for
 from hpctrain.checkpoint.weights import load_weights, open_weights, refuse_other_source
@@ -46,20 +44,11 @@ def export_pretrained(checkpoint: Path, out: Path, weights_of: str | None = None
     with _job_of(path, None) as checked:
         spec = checked.parts.model
         values = _values(path, checked, weights_of) if isinstance(spec, ExportableModel) else None
-    temporary = temporary_name(out)
-    with writing(out):
-        temporary.mkdir()
-    try:
-        with writing(out):
-            if isinstance(spec, ExportableModel):
-                assert values is not None
-                told = spec.export(values, temporary, merged)
-            else:
-                told = _save_pretrained(checkpoint, load(checkpoint, weights_of=weights_of), temporary, merged)
-            os.rename(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return told
+    with writing(out), new_directory(out) as temporary:
+        if isinstance(spec, ExportableModel):
+            assert values is not None
+            return spec.export(values, temporary, merged)
+        return _save_pretrained(checkpoint, load(checkpoint, weights_of=weights_of), temporary, merged)
 
 
 def _values(path: Path, checked: CheckedJob, weights_of: str | None) -> Callable[[str], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,12 +87,8 @@ class BestSoFar:
     def resume(self, metrics: Path) -> None:
         """Begin anew with the rows of a file metrics.jsonl; lines that are no rows are left out."""
         self._found = None
-        with (
-            suppress(OSError),
-            reading(metrics) as fd,
-            open(fd, encoding="utf-8", errors="replace", closefd=False) as lines,
-        ):
-            for line in lines:
+        with suppress(OSError), reading(metrics) as fd:
+            for line in os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False):
                 if f'"evaluation_{self.metric}"' in line:
                     with suppress(ValueError, AttributeError, RecursionError):
                         self.see(json.loads(line))

@@ -35,6 +35,13 @@ class _Runs:
         return self._what
 
 
+def test_members_of_enums_come_back_and_no_other_attributes() -> None:
+    """Python 3.11.0 to 3.11.3 write a member with getattr."""
+    assert load(_Runs(getattr, WriteItemType, "SHARD")) is WriteItemType.SHARD
+    with pytest.raises(TypeError, match="could run code here; expected a member of an enum"):
+        load(_Runs(getattr, torch.Size, "__class__"))
+
+
 def test_records_of_torch_arrive() -> None:
     properties = metadata.TensorProperties(torch.bfloat16, layout=torch.strided, requires_grad=True)
     index = metadata.MetadataIndex("model/x", torch.Size([1, 2]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.job.raw import RawJob, merge
+from hpctrain.plugins.registry import build_registry
 
 _MODES = "none", "selective", "full"
 _LARGEST_AXIS = 64
@@ -70,7 +71,8 @@ class Space:
     @staticmethod
     def of(checked: CheckedJob, samples: int, ranks: int, per_node: int) -> Space:
         """Take the axes that are installed and those of the job, of each kind one. Axes that share a layer stay in a node."""
-        registry, parallelism = checked.registry, checked.parts.parallelism
+        parallelism, plugins = checked.parts.parallelism, checked.job.plugins
+        registry = build_registry(plugins.load, plugins.block)  # the job's has only what it names
         installed = [one for one in registry.made("parallelism") if not one.traits.has_own_parameters]
         names = {one.traits.ranks_have: one.name for one in reversed(installed)}
         names |= {one.traits.ranks_have: name for name, one in parallelism.items()}
