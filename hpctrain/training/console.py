@@ -19,7 +19,6 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.progress import BestSoFar
-from hpctrain.training.sparkline import Series, sparkline
 from hpctrain.training.words import duration, slowest_rank
 
 LOG = logging.getLogger("hpctrain")
@@ -34,10 +33,6 @@ _KEPT = 3
 """The first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch."""
 _NARROWEST_BAR = 8
 """Columns; parts of the line are left out until there are as many."""
-_BAR_BESIDE_CURVE = 16
-"""Columns that a curve of the losses leaves to the bar."""
-_CURVE = range(8, 25)
-"""Columns of that curve."""
 
 
 class Console:
@@ -58,7 +53,6 @@ class Console:
         """The bar as the terminal shows it; "" if there is none."""
         self._last_line = self._last_draw = -_SECONDS_BETWEEN_LINES
         self._step_seconds, self._steps = 0.0, 0
-        self._losses = Series()
 
     def line(self, text: str) -> None:
         """Print a line of plain text."""
@@ -71,7 +65,6 @@ class Console:
         if "evaluation_loss" in row:
             self._tell_evaluation(row, steps, counts)
             return
-        self._losses.add(row["step"], row["loss"])
         eta = duration((steps - row["step"]) * self._smoothed(row["step_seconds"]))
         now, last = time.monotonic(), row["step"] == steps
         elapsed = duration(now - self._begin)
@@ -115,10 +108,6 @@ class Console:
             else:
                 shown.pop()
         told = [Text(one, style=_style(one)) for one in shown]
-        room = width - sum(map(cell_len, [begin, *shown, times])) - 2 * len(shown) - 6 - _BAR_BESIDE_CURVE
-        if shown and room >= _CURVE.start:
-            cells = self._losses.cells(min(room, _CURVE.stop - 1))
-            told.insert(0, Text(sparkline(cells, self._terminal.options.ascii_only), style="cyan"))
         line = Table.grid(padding=(0, 2, 0, 0), expand=True, pad_edge=False)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)

@@ -18,6 +18,7 @@ from hpctrain_tools.runs.history import History
 from hpctrain_tools.runs.listing import list_runs
 from hpctrain_tools.runs.room import Room
 from hpctrain_tools.runs.rows import Evaluation, Step, is_evaluation, read_row
+from hpctrain_tools.runs.sparkline import Series, chart, sparkline
 from hpctrain_tools.runs.table import table
 from hpctrain_tools.runs.watcher import Snapshot, Watcher
 from hypothesis import given
@@ -26,7 +27,6 @@ from rich.cells import cell_len
 
 from hpctrain.base.safe_files import replacing
 from hpctrain.cli import execute
-from hpctrain.training.sparkline import Series, chart, sparkline
 
 NEW_KEYS = {
     "seconds": {

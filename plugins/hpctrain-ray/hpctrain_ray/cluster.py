@@ -47,6 +47,9 @@ _END = 15.0
 """Seconds for Ray's processes of a node to end."""
 _TASK = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_LONGEST = 90 * 86400
+"""Seconds: no job is that old."""
 _START = python_module("ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 
 
@@ -142,7 +145,10 @@ def join(task: StepTask) -> int:
 
 def _make_private(task: StepTask) -> None:
     try:
+        _sweep(task.directory.parent)
         own_directory(task.directory, exist_ok=False)
+        with suppress(OSError), replacing(task.directory / "owner") as file:  # without /proc
+            file.write(json.dumps(_life_of(os.getpid())).encode())
         with replacing(task.token_file, 0o600) as file:
             file.write(secrets.token_hex(32).encode())
     except OSError as error:
@@ -150,6 +156,31 @@ def _make_private(task: StepTask) -> None:
             f"{task.directory} could not be made ({error.strerror}); expected a home directory that the nodes share, without "
             "the rest of an earlier start of this step: remove it"
         ) from None
+
+
+def _life_of(pid: int) -> list[str]:
+    """A process as no other one is: the boot of its machine, its space of process ids, its id, its start. OSError without it."""
+    born = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return [_BOOT.read_text().strip(), os.readlink("/proc/self/ns/pid"), str(pid), born]
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the directories of killed first tasks of this machine, and those that are older than any job. Those of other machines,
+    which may belong to another cluster, give no sign of life."""
+    for directory in parent.glob("ray-*"):
+        with suppress(OSError, ValueError, TypeError):
+            if time.time() - directory.stat().st_mtime > _LONGEST or _is_left(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_left(directory: Path) -> bool:
+    boot, space, pid, born = json.loads((directory / "owner").read_text())
+    if [boot, space] != _life_of(os.getpid())[:2]:
+        return False
+    try:
+        return _life_of(int(pid)) != [boot, space, pid, born]
+    except FileNotFoundError:
+        return True
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.training.progress import BestSoFar
-from hpctrain.training.sparkline import Series
 from hpctrain_tools.runs.following import PART_BYTES, Follower, Part
 from hpctrain_tools.runs.rows import Evaluation, Step, is_evaluation, read_row
+from hpctrain_tools.runs.sparkline import Series
 
 _EACH = 500
 """Rows of steps that are read of a part; of more, every so-manyth. Lines cost little, JSON much."""

@@ -9,11 +9,11 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hpctrain.base.errors import escaped
-from hpctrain.training.sparkline import chart, scale, sparkline
 from hpctrain.training.words import duration
 from hpctrain_tools.runs import figures
 from hpctrain_tools.runs.room import Line, Room
 from hpctrain_tools.runs.rows import Step
+from hpctrain_tools.runs.sparkline import chart, scale, sparkline
 from hpctrain_tools.runs.table import STYLES, ago
 from hpctrain_tools.runs.watcher import Snapshot
 

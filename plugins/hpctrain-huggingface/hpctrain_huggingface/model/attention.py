@@ -64,13 +64,13 @@ def _source(kind: type[PreTrainedModel]) -> str:
 def _windows(model: PreTrainedModel) -> list[int | None] | None:
     """How many tokens, with itself, each attention shows a token, None for all; None where it is not known of all."""
     config: Any = model.config.get_text_config()
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window, kinds = getattr(config, "sliding_window", None) or None, getattr(config, "layer_types", None)
     if kinds and set(kinds) - {"full_attention", "sliding_attention"}:
         return None
-    found = _attentions(model)
-    windows = [window if not kinds or kinds[one.layer_idx] == "sliding_attention" else None for one in found]
+    found, kind = _attentions(model), dict(enumerate(kinds or ()))
+    windows = [window if not kinds or kind.get(one.layer_idx) == "sliding_attention" else None for one in found]
     says = [
-        getattr(one, "sliding_window", given) if getattr(one, "is_sliding", True) else None
+        (getattr(one, "sliding_window", given) or None) if getattr(one, "is_sliding", True) else None
         for one, given in zip(found, windows, strict=True)
     ]
     return windows if says == windows else None

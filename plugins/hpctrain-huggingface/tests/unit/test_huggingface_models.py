@@ -488,6 +488,34 @@ def test_attention_sees_what_transformers_shows_it_and_reads_no_tensor(tmp_path:
         assert reads.count == len(given.keys() & {"attention_mask", "position_ids"})
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["cohere2", "cwm", "exaone4", "gemma4_text", "granite_swa", "ministral", "ministral3", "mixtral", "olmo3", "phi3", "qwen2_moe",
+     "qwen3", "qwen3_moe", "smollm3", "starcoder2", "vaultgemma"],
+)  # fmt: skip
+def test_windows_of_other_kinds(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 4}
+    # all experts, between which rounding makes no choice
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+    small = {"head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": hub_models.VOCABULARY}
+    config = AutoConfig.for_model(**{**CONFIGS["llama"], "model_type": kind, **sizes, **experts, **small})
+    config.use_cache = False
+    torch.manual_seed(3)
+    ours = AutoModelForCausalLM.from_config(config).eval()
+    theirs = copy.deepcopy(ours)
+    theirs.set_attn_implementation("eager")
+    attention.attend_causally(ours)
+    assert any(attention._windows(ours) or ()) and attention.is_given(ours)
+    ids, lengths = torch.arange(14)[None] * 7 % 50 + 3, [9, 5]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = torch.cat([theirs(input_ids=one).logits for one in ids.split(lengths, 1)], 1)
+    assert ours(input_ids=ids).logits.sub(theirs(input_ids=ids).logits).abs().max() < 1e-5
+    packed = ours(input_ids=ids, position_ids=positions, documents=Documents(lengths)).logits
+    assert packed.sub(alone).abs().max() < 1e-5
+
+
 def test_a_window_is_trained_without_masks_of_all_pairs_of_tokens() -> None:
     """The gradients of a model whose windows are a small part of its rows, and what backward keeps of the masks."""
     from transformers import AutoConfig, AutoModelForCausalLM

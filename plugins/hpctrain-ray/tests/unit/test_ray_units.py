@@ -187,6 +187,35 @@ def test_plugins_are_light() -> None:
     assert json.loads(done.stdout) == [[], []], done
 
 
+def test_the_directory_of_a_killed_step_goes_with_the_next_one_of_its_machine(tmp_path: Path) -> None:
+    """In a home directory that clusters share, only what is known to be dead."""
+    code = "from hpctrain_ray import cluster\ncluster._make_private(cluster.this_task())\nprint(flush=True)\ninput()"
+
+    def task(job: str) -> subprocess.Popen[str]:
+        variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": job, "HOME": str(tmp_path)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **variables}, **pipes)
+        assert started.stdout is not None and started.stdout.readline() == "\n"
+        return started
+
+    def there() -> set[str]:
+        return {one.name.split("-")[1] for one in (tmp_path / ".hpctrain").iterdir()}
+
+    tasks = [task("killed"), task("alive"), task("elsewhere"), task("old")]
+    for one in (0, 2, 3):
+        tasks[one].kill()
+        tasks[one].wait()
+    for name in ("elsewhere", "old"):
+        owner = tmp_path / ".hpctrain" / f"ray-{name}-0-0" / "owner"
+        owner.write_text(json.dumps(["another boot", *json.loads(owner.read_text())[1:]]))
+    os.utime(owner.parent, (time.time() - 91 * 86400,) * 2)
+    (tmp_path / ".hpctrain" / "ray-unknown-0-0").mkdir()
+    tasks.append(task("killed"))  # the same step again, which would have been refused
+    assert there() == {"killed", "alive", "elsewhere", "unknown"}
+    for one in (1, 4):
+        tasks[one].communicate("\n", timeout=20)
+
+
 @pytest.mark.parametrize("found", ["another user's", "open to others", "a link", "another user listens", "ours"])
 def test_auto_is_a_cluster_of_this_user(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a cluster are pickles."""
