@@ -24,7 +24,7 @@ import torch
 from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.launcher_variables import TYPED, launcher_name
-from hpctrain.base.safe_files import open_to_change
+from hpctrain.base.safe_files import open_to_change, read_bytes
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.run_files import STARTS
 from hpctrain.version import __version__
@@ -63,7 +63,7 @@ def note_first_step(output_dir: Path, seconds: float) -> None:
 def first_step_seconds(output_dir: Path) -> float | None:
     """The time of the first step of the newest start that has noted it."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # others may have written it
-        lines = (output_dir / STARTS).read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(output_dir / STARTS).decode().splitlines()
         return float(json.loads([line for line in lines if f'"{_FIRST}"' in line][-1])[_FIRST])
     return None
 

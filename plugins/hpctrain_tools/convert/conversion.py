@@ -50,7 +50,7 @@ class Conversion:
     lines: dict[str, dict[str, str]] = field(default_factory=dict)
     """The lines of each table by their keys."""
     tables: dict[str, Any] = field(default_factory=dict)
-    """What the job is to hold."""
+    """The tables that the job is to hold."""
     keys: dict[Kind, list[str]] = field(default_factory=lambda: {"is": [], "not needed": [], "no counterpart": []})
     notes: list[str] = field(default_factory=list)
 

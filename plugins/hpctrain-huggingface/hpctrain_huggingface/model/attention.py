@@ -25,7 +25,7 @@ _NAME = "hpctrain"
 """The name of this attention in transformers' interface. It has no function that makes masks."""
 _MASKS = re.compile(r"\b(create_\w*mask\w*|\w+_mask_function|block_sequence_ids|blockwise_overlay)\b")
 _BIDIRECTIONAL = re.compile(r"if self\.config\.use_bidirectional_attention:\n(?: {16}.*\n)+")
-"""What a model does whose attentions are not `is_causal`."""
+"""The statement of a model whose attentions are not `is_causal`."""
 _WINDOW_MASK = "create_sliding_window_causal_mask"
 _PLAIN_MASKS = {"create_causal_mask", _WINDOW_MASK, "create_bidirectional_mask"}
 """transformers' functions that a model without masks of its own calls: the others would show tokens more, or fewer."""
@@ -190,7 +190,7 @@ def _of_sequence(module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any
 
 
 def _in_window(module: Any, inputs: tuple[Tensor, ...], window: int, options: dict[str, Any]) -> Tensor:
-    """Of the tokens behind the first `window`: in blocks of half a window, whose keys are those of one and a half."""
+    """Outputs of the tokens behind the first `window`: in blocks of half a window, whose keys are those of one and a half."""
     if module.compute is sdpa_attention_forward:  # once, not in each block
         groups = inputs[0].shape[1] // inputs[1].shape[1]
         inputs = inputs[0], *(repeat_kv(one, groups) for one in inputs[1:])
@@ -232,7 +232,7 @@ def _visible(queries: int, keys: int, window: int, device: torch.device) -> Tens
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: finite in the float32 of softmax, too, for rows of padding that see nothing."""
+    """Numbers that are added to the scores: finite in the float32 of softmax, too, for rows of padding that see nothing."""
     hidden = max(torch.finfo(one).min for one in (dtype, torch.float32))
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, hidden)
 
