@@ -1,18 +1,19 @@
-"""Writes the tables of keys in docs/from-deepspeed.md and docs/from-accelerate.md from the rules of `hpctrain convert`.
-
-python tests/conversion_pages.py
-"""
+"""The keys of other libraries' configurations, from the rules of `hpctrain convert`, for reference_pages.py."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
+from collections.abc import Iterator
 
 from hpctrain_tools.convert.conversion import LIBRARIES
 from hpctrain_tools.convert.rules import Rule
 
-DOCS = Path(__file__).parent.parent / "docs"
-BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
+HEAD = """# Reference: keys of other libraries
+
+Each key that `hpctrain convert` knows, made by `tests/reference_pages.py` from its rules: what a job file has in its
+place, that it is not needed, or that it has no counterpart.
+"""
 _TOLD = {"is": "{}", "not needed": "not needed: {}", "no counterpart": "**no counterpart**: {}"}
 
 
@@ -23,14 +24,13 @@ def told(rule: Rule) -> str:
     return _TOLD[rule.kind].format(rule.says)
 
 
-def page(library: str) -> str:
-    """The text of a page with its table."""
-    head, _, rest = (DOCS / f"from-{library}.md").read_text().partition(BEGIN)
-    rows = [f"| `{rule.key}` | {told(rule)} |" for rule in LIBRARIES[library].rules.values()]
-    return "\n".join([f"{head}{BEGIN}", "", "| key | here |", "|---|---|", *rows, "", END]) + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    for name in LIBRARIES:
-        text = page(name)
-        (DOCS / f"from-{name}.md").write_text(text)
+def conversions_page() -> Iterator[str]:
+    """A table for each library; the rules' links are those of a page one folder above."""
+    yield HEAD
+    for library, one in LIBRARIES.items():
+        yield f"## {library}\n"
+        yield "| key | here |\n|---|---|"
+        for rule in one.rules.values():
+            text = re.sub(r"\]\((?!https?:|#)", "](../", told(rule))
+            yield f"| `{rule.key}` | {text} |"
+        yield ""

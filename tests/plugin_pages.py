@@ -1,6 +1,5 @@
-"""Writes the contracts in docs/plugins/*.md from hpctrain's signatures and docstrings, and examples from tests/outside.
-
-python tests/plugin_pages.py
+"""The contracts of plugins from hpctrain's signatures and docstrings, for reference_pages.py; and the examples in docs/plugins/*.md
+from tests/outside, which `python tests/plugin_pages.py` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ CONTRACTS = ROOT / "hpctrain" / "contracts"
 HOOKS = ROOT / "hpctrain" / "plugins" / "hookspecs.py"
 _LONG = 100
 """The length from which inline code may be broken into lines."""
-BEGIN, END = "<!-- contract: begin -->", "<!-- contract: end -->"
 PAGES = {
     "base": ("Plugin", "Options", "ByteSize", "Problem", "Plan", "Machine", "Identity"),
     "model": (
@@ -115,11 +113,11 @@ def definitions(body: Sequence[ast.stmt]) -> Iterator[Definition]:
 
 
 def contract(page: str) -> str:
-    """The generated part of a page."""
+    """The contract of a slot, or of what every plugin has."""
     files = (*sorted(CONTRACTS.glob("*.py")), HOOKS)
     known = {one.name: one for file in files for one in definitions(ast.parse(file.read_text()).body)}
     blocks = [*_registration(page, known["RegistrationHooks"].node), *(_shown(known[name]) for name in PAGES[page])]
-    return "\n\n".join((BEGIN, *blocks, END))
+    return "\n\n".join(blocks)
 
 
 def _registration(page: str, hooks: Node) -> Iterator[str]:
@@ -238,9 +236,8 @@ def example(path: str) -> str:
 
 
 def page(name: str) -> str:
-    """A page with its generated parts as they should be."""
+    """A page with its examples as they should be."""
     text = (HOME / f"{name}.md").read_text()
-    text = re.sub(rf"{BEGIN}.*?{END}", lambda _: contract(name), text, flags=re.DOTALL)
     return re.sub(
         r"<!-- example: (tests/\S+) -->.*?<!-- example: end -->", lambda found: example(found[1]), text, flags=re.DOTALL
     )

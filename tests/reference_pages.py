@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import plugin_pages
+from conversion_pages import conversions_page
 
 from hpctrain.cli import GROUPS, cli
 from hpctrain.cli.groups import OpenGroup
@@ -52,6 +54,13 @@ API_HEAD = """# Reference: hpctrain, its interface for plugins, and hpctrain.mpi
 
 Signatures and docstrings, made by `tests/reference_pages.py` from the sources. A program imports `hpctrain`. Plugins
 import `hpctrain.api` and, for building blocks, `hpctrain.toolkit`.
+"""
+
+
+CONTRACTS_HEAD = """# Reference: the contracts of plugins
+
+Signatures and docstrings of each slot's classes, made by `tests/reference_pages.py` from `hpctrain/contracts`. [The
+pages of the slots](../plugins/index.md) explain them, with examples.
 """
 
 
@@ -236,7 +245,21 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
     return f"{name}({given})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
 
 
-WRITTEN = {"job-file.md": job_page, "commands.md": commands_page, "api.md": api_page}
+def contracts_page() -> Iterator[str]:
+    """What each slot asks of a plugin."""
+    yield CONTRACTS_HEAD
+    for name in plugin_pages.PAGES:
+        yield f"## {name}\n"
+        yield plugin_pages.contract(name) + "\n"
+
+
+WRITTEN = {
+    "job-file.md": job_page,
+    "commands.md": commands_page,
+    "api.md": api_page,
+    "contracts.md": contracts_page,
+    "conversions.md": conversions_page,
+}
 
 
 def page(name: str) -> str:

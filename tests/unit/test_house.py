@@ -33,7 +33,7 @@ PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml
 
 BUDGETS = {"hpctrain": 37_095, "plugins/hpctrain_plugins": 10_947}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
-WORDS = 89_469
+WORDS = 77_230
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 
@@ -93,7 +93,7 @@ def test_no_module_hides_a_public_name(door: str) -> None:
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
     assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"
-    text = "".join(pages.values())
+    text = "".join([*pages.values(), *map(plugin_pages.contract, plugin_pages.PAGES)])
     assert len(hooks()) == len(SLOTS) + 1 + 14, "one for commands, and the life-cycle hooks"
     for name in hooks():
         assert f"`{name}`" in text, name
@@ -172,10 +172,8 @@ def test_the_page_of_metrics_is_that_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("name", plugin_pages.PAGES)
-def test_the_contract_on_a_page_of_plugins_is_that_of_the_code(name: str) -> None:
-    text = (plugin_pages.HOME / f"{name}.md").read_text()
-    assert text.count(plugin_pages.BEGIN) == text.count(plugin_pages.END) == 1
-    assert text == plugin_pages.page(name), "run python tests/plugin_pages.py"
+def test_a_page_of_plugins_has_the_examples_that_are_tested(name: str) -> None:
+    assert (plugin_pages.HOME / f"{name}.md").read_text() == plugin_pages.page(name), "run python tests/plugin_pages.py"
 
 
 def test_every_class_of_a_contract_is_on_one_page_of_plugins() -> None:
