@@ -17,12 +17,12 @@ from typing import Any
 import click
 import plugin_pages
 from conversion_pages import conversions_page
+from hpctrain_tools.listing import Option, describe_keys, describe_options
 
 from hpctrain.cli import GROUPS, cli
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.job.tables import Job
 from hpctrain.plugins.commands import GROUPS as PLUGIN_GROUPS
-from hpctrain.plugins.listing import Option, describe_keys, describe_options
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 

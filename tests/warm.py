@@ -48,7 +48,7 @@ IMPORTED_WITH = (
     "MPI",
 )
 _BEFORE = (
-    "hpctrain.training.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.conversion", "torch.distributed.checkpoint",
+    "hpctrain.training.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.writing", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "hpctrain_plugins.checkpoint.dcp",
 )  # fmt: skip
 MARK = "HPCTRAIN_TEST_MARK"

@@ -19,9 +19,9 @@ from torch import nn
 from hpctrain.base.devices import device_of_rank
 from hpctrain.base.errors import EXIT_CHECKPOINT, EXIT_TRAINING, HpctrainError, reason
 from hpctrain.checking.choices import choices, lacking
-from hpctrain.checkpoint.conversion import alone
 from hpctrain.checkpoint.state import model_pieces
 from hpctrain.checkpoint.weights import load_weights, open_weights
+from hpctrain.checkpoint.writing import alone
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer

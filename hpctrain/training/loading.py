@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from hpctrain.base.errors import CheckpointError, UsageError
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checkpoint.conversion import new_directory, writing
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.finding import memory_for
 from hpctrain.checkpoint.weights import load_weights, open_weights, refuse_other_source
+from hpctrain.checkpoint.writing import new_directory, writing
 from hpctrain.contracts.model import ExportableModel, MetaModel
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob

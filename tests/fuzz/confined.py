@@ -93,8 +93,9 @@ def confined() -> Iterator[Confined]:
 def _serve() -> None:
     import torch.distributed.checkpoint
     from hpctrain_plugins.checkpoint.dcp import read, write  # noqa: F401
+    from hpctrain_tools.checkpoint import conversion  # noqa: F401
 
-    from hpctrain.checkpoint import comparison, conversion  # noqa: F401
+    from hpctrain.checkpoint import comparison  # noqa: F401
     from hpctrain.cli import cli
     from hpctrain.plugins import registry
     from hpctrain.training import rank  # noqa: F401
@@ -184,9 +185,9 @@ def _restore(path: Path) -> int:
 
     from hpctrain.api import Piece
     from hpctrain.base.errors import HpctrainError
-    from hpctrain.checkpoint.conversion import alone
     from hpctrain.checkpoint.finding import find_checkpoint
     from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint.writing import alone
     from hpctrain.plugins.registry import build_registry
 
     formats = build_registry(()).made("checkpoint")

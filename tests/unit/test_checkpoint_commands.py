@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read
+from hpctrain_tools.checkpoint import conversion
 from launching import Finished
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpctrain.api import Piece, State
-from hpctrain.checkpoint import conversion, finding
-from hpctrain.checkpoint.conversion import alone
+from hpctrain.checkpoint import finding
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.writing import alone
 from hpctrain.cli import execute
 from hpctrain.toolkit.checkpoint.sealed import seal
 

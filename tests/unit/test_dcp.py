@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hpctrain.api import CheckpointError, Piece, State
-from hpctrain.checkpoint.conversion import alone
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
+from hpctrain.checkpoint.writing import alone
 from hpctrain.toolkit.checkpoint.sealed import seal, unseal
 
 

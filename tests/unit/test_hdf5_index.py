@@ -16,7 +16,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5, index
 from packages import need_commands
 
 from hpctrain.api import CheckpointError, Piece, State
-from hpctrain.checkpoint.conversion import alone
+from hpctrain.checkpoint.writing import alone
 
 
 @pytest.fixture(scope="module")

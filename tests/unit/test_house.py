@@ -17,13 +17,13 @@ import plugin_pages
 import pytest
 import tomli
 from click.testing import CliRunner
+from hpctrain_tools.listing import describe_options
 from sources import sources
 
 import hpctrain.api
 from hpctrain.cli import COMMANDS, cli
 from hpctrain.job.tables import Job
 from hpctrain.plugins.hookspecs import LifeCycleHooks, RegistrationHooks
-from hpctrain.plugins.listing import describe_options
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 37_095, "plugins/hpctrain_plugins": 10_947}
+BUDGETS = {"hpctrain": 36_833, "plugins/hpctrain_plugins": 10_947}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
 WORDS = 77_230
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""

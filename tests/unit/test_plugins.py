@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 import pytest
+from hpctrain_tools.listing import describe_options, list_plugins
 from hpctrain_tools.submit.asking import Submitted
 from hpctrain_tools.submit.record import Submission
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.cli import cli, execute
 from hpctrain.contracts.scheduler import JOB_FILE
-from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.user_code.reference import resolve
 from hpctrain.version import API_VERSION

@@ -18,10 +18,10 @@ import pytest
 import torch
 from conftest import TINY
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from hpctrain_tools.checkpoint.conversion import import_weights
 
 import hpctrain
 from hpctrain.base.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
-from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.checkpoint.state import create_state
 from hpctrain.cli import execute

@@ -37,8 +37,8 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
         with files_of(checkpoint):
             say(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")
         return
-    from hpctrain.checkpoint.conversion import export_safetensors, export_torch
     from hpctrain.checkpoint.weights import open_weights, tied_names
+    from hpctrain_tools.checkpoint.conversion import export_safetensors, export_torch
 
     with files_of(checkpoint):
         found = formats.find(checkpoint)
@@ -66,7 +66,7 @@ def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: s
     state dict, also inside a training program's checkpoint (no code in it is run), or the directory of a checkpoint of any
     installed format.
     """
-    from hpctrain.checkpoint.conversion import import_weights
+    from hpctrain_tools.checkpoint.conversion import import_weights
 
     format = formats.make(name)
     with files_of(path), bytes_progress("importing") as progress:

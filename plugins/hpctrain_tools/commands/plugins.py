@@ -14,7 +14,7 @@ from hpctrain.toolkit.commands import hookimpl
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
     from hpctrain.plugins.commands import OfferedCommand
-    from hpctrain.plugins.listing import Listed
+    from hpctrain_tools.listing import Listed
 
 
 @click.group(
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
     """List every plugin by slot and every command of a plugin, with distribution, entry point and state."""
-    from hpctrain.plugins.listing import list_commands, list_plugins
     from hpctrain.plugins.registry import build_registry
+    from hpctrain_tools.listing import list_commands, list_plugins
 
     ctx.obj = registry = build_registry(load)
     if ctx.invoked_subcommand is not None:
@@ -46,9 +46,9 @@ def show(registry: object, slot: str, name: str) -> None:
     """Describe the plugin NAME of SLOT and its options, with types, defaults, units and help."""
     from hpctrain.base.errors import UsageError
     from hpctrain.plugins.entry_points import COMMAND
-    from hpctrain.plugins.listing import describe_options
     from hpctrain.plugins.registry import Registry
     from hpctrain.plugins.slots import SLOTS
+    from hpctrain_tools.listing import describe_options
 
     assert isinstance(registry, Registry)
     if slot == COMMAND:

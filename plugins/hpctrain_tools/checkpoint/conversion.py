@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.base.errors import CheckpointError, UsageError, WriteError
-from hpctrain.base.safe_files import sync_directory, temporary_name
-from hpctrain.base.torch_groups import HashStore
+from hpctrain.base.errors import CheckpointError
+from hpctrain.base.safe_files import sync_directory
 from hpctrain.checkpoint.finding import batches, memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, WeightsSource
 from hpctrain.checkpoint.weights import MODEL, open_weights
+from hpctrain.checkpoint.writing import alone, name_until_whole, new_directory, writing
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 
@@ -99,15 +97,6 @@ def import_weights(
     return len(pieces), source.remarks
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the operating system's errors in the block into a WriteError about `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(f"{path} could not be written: {error.strerror or error}") from error
-
-
 def write_at(fd: int, content: memoryview | bytes, at: int, path: Path) -> None:
     """Write all of `content` from byte `at` on to the file that will be `path`."""
     rest = memoryview(content)
@@ -120,7 +109,7 @@ def write_at(fd: int, content: memoryview | bytes, at: int, path: Path) -> None:
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
     """The descriptor of a new file. At the end the file is synced and renamed to `path`; on an exception it is removed."""
-    temporary = _name_until_whole(path, "file")
+    temporary = name_until_whole(path, "file")
     with writing(path):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -132,41 +121,6 @@ def new_file(path: Path) -> Iterator[int]:
     finally:
         os.close(fd)
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory, as `new_file` does for a file."""
-    temporary = _name_until_whole(path, "directory")
-    temporary.mkdir()
-    try:
-        yield temporary
-        sync_directory(temporary)
-        temporary.rename(path)
-        sync_directory(path.absolute().parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _name_until_whole(path: Path, kind: str) -> Path:
-    """The temporary name of `path` during writing; UsageError if `path` exists or its parent doesn't."""
-    if os.path.lexists(path):
-        raise UsageError(f"{path} exists already; expected a new {kind}: give another name")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}; make it, or give another name")
-    return temporary_name(path)
-
-
-@contextmanager
-def alone() -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone: the `write` of formats is collective."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
-    finally:
-        dist.destroy_process_group()
 
 
 def _fill(source: WeightsSource, tensors: Mapping[str, Tensor], progress: Progress) -> None:
