@@ -70,7 +70,11 @@ def retell_plugin_error(error: BaseException | None, registry: Registry, identit
     """
     while error is not None and not isinstance(error, (HpctrainError, CommunicationError)):
         call = _call_of(error, registry)
-        if call is not None and not call[0].module.startswith("hpctrain_plugins.") and not is_communication(call[1]):
+        if (
+            call is not None
+            and not call[0].module.startswith(("hpctrain_plugins.", "hpctrain_tools."))
+            and not is_communication(call[1])
+        ):
             LOG.info("a plugin failed", exc_info=error)
             here = f"on rank {identity.rank} on {identity.node}: " if identity is not None and identity.size > 1 else ""
             raise TrainingError(here + raised_in(error, registry)) from error

@@ -1,4 +1,4 @@
-"""Counts the house: python benchmarks/house.py [TREE]
+"""Counts the house: python benchmarks/counts.py [TREE]
 
 TREE: a checkout, this one by default. Prints lines, files, arrows between rooms, words of pages, and the modules that are loaded at
 the first step of the quick start, which it runs with this Python on one rank.
