@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,9 @@ import torch
 T = TypeVar("T")
 Name = tuple[object, ...]
 
+_GLOBAL = 3
+"""Python's, NumPy's and torch's."""
+_LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, torch.Tensor, type, ModuleType, FunctionType)
 _DEPTH, _OBJECTS, _ENTRIES = 6, 1000, 64
 """How deep a data set is searched for generators of its own, in how many objects, and in how long lists."""
 
@@ -101,7 +105,7 @@ def _own(data: object) -> Iterator[Generator]:
     for _ in range(_DEPTH):
         inner: list[object] = []
         for value in level:
-            if id(value) in seen or len(seen) >= _OBJECTS or isinstance(value, (type, ModuleType, FunctionType)):
+            if isinstance(value, _LEAVES) or id(value) in seen or len(seen) >= _OBJECTS:
                 continue
             seen.add(id(value))
             if isinstance(value, (np.random.Generator, np.random.RandomState)):
@@ -113,6 +117,8 @@ def _own(data: object) -> Iterator[Generator]:
                     yield _torch(value)
             elif isinstance(value, (list, tuple)):
                 inner += value[:_ENTRIES]
+            elif isinstance(value, partial):
+                inner += [value.func, value.args, value.keywords]
             elif isinstance(value, dict):
                 inner += list(value.values())[:_ENTRIES]
             else:
@@ -130,6 +136,11 @@ class Draws:
         self._found: list[Generator] | None = None
         self._drawn: set[int] = set()
         self._has_called = False
+
+    def search_again(self) -> None:
+        """Look for the data's own generators anew: it may have replaced them."""
+        self._found, self._has_called = None, False
+        self._drawn &= set(range(_GLOBAL))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, (self._seed, self._data)  # a worker has generators of its own
@@ -150,10 +161,13 @@ class Draws:
         """
         generators = self._generators
         looks = {number: one.look() for number, one in enumerate(generators) if number not in self._drawn}
-        known = self._drawn if self._has_called else looks  # the first calls tell as a rule what is drawn
+        known = (
+            self._drawn if self._has_called else range(len(generators))
+        )  # the first calls tell as a rule what is drawn
         before = {**looks, **{number: generators[number].state() for number in known}}
         self._has_called = True
         while True:
+            changed: Collection[int] = before
             try:
                 if not self._drawn:
                     results = together() if together is not None else [call(*name) for name in names]
@@ -161,24 +175,23 @@ class Draws:
                     results = [call(*name) for name in names if self._seed_for(name, self._drawn)]
                 rest = looks.keys() - self._drawn
                 drawn = {number for number in rest if generators[number].look() != looks[number]}
+                changed = self._drawn | drawn
             finally:
-                for number in self._drawn:
+                for number in changed:
                     generators[number].restore(before[number])
             if not drawn:
                 return results
-            for number in drawn:
-                generators[number].restore(before[number])
             self._drawn |= drawn
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Leave the generators as they were before the block, for calls by `seeded`."""
-        states = [one.state() for one in self._generators]
+        states = [(one.restore, one.state()) for one in self._generators]
         try:
             yield
         finally:
-            for one, state in zip(self._generators, states, strict=True):
-                one.restore(state)
+            for restore, state in states:
+                restore(state)
 
     def seeded(self, name: Name, call: Callable[[], T]) -> T:
         """The result of one call with a name, which can't be repeated; within `held`."""

@@ -17,7 +17,6 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -349,13 +348,3 @@ def is_fake(tensor: Tensor) -> bool:
 def operator_of(overload: Any) -> tuple[Any, str]:
     """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
     return overload._overloadpacket, str(overload._opname)
-
-
-def without_modes() -> AbstractContextManager[Any]:
-    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()  # the rest needs a slow import
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    made: AbstractContextManager[Any] = _disable_current_modes()
-    return made

@@ -156,6 +156,7 @@ class Batches:
             return
         with self._draws.held():
             self._draws.seeded(("epoch", epoch), partial(self._samples.set_epoch, epoch))
+        self._draws.search_again()
 
     def _of_epoch(self, places: Sequence[Drawn]) -> list[Any]:
         def together() -> list[Any]:

@@ -1,5 +1,5 @@
-"""Loads micro batches ahead of the step, on a thread; those whose data may draw random numbers in this process between two steps,
-since torch, NumPy and Python have one generator for all threads.
+"""Loads micro batches on a thread, ahead of the step; but while the step waits if the data may draw random numbers in this
+process: torch, NumPy and Python have one generator for all threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.base.side_stream import Done, SideStream
-from hpctrain.base.torch_private import without_modes
 from hpctrain.contracts.model import Batch, tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
@@ -56,10 +55,9 @@ class Loader:
         self._step_end: StepEnd | None = None
         self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)
         self._closed = threading.Event()
-        self._items, self._thread = self._loaded(), None
-        if not pool.draws_here:
-            self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
-            self._thread.start()
+        self._wanted = threading.Semaphore(0) if pool.draws_here else None
+        self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
+        self._thread.start()
 
     @property
     def ends_unplanned(self) -> bool:
@@ -70,7 +68,9 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        item = self._ready.get() if self._thread is not None else self._next()
+        if self._wanted is not None:
+            self._wanted.release()
+        item = self._ready.get()
         if item is None:
             raise StopIteration
         if isinstance(item, HpctrainError):
@@ -97,23 +97,27 @@ class Loader:
     def close(self) -> None:
         """Stop loading and drop the micro batches loaded ahead."""
         self._closed.set()
-        while self._thread is not None and self._thread.is_alive():
+        while self._thread.is_alive():
+            if self._wanted is not None:
+                self._wanted.release()
             with suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            self._put(item := self._next())
+        items = self._loaded()
+        item: Item = None
+        while True:
+            if self._wanted is not None:
+                self._wanted.acquire()
+            if self._closed.is_set():
+                return
+            try:
+                item = next(items, None)
+            except BaseException as error:  # __next__ raises it
+                item = error
+            self._put(item)
             if not isinstance(item, tuple):
                 return
-
-    def _next(self) -> Item:
-        """The next item: an error, for `__next__` to raise, and None are the last."""
-        try:
-            with without_modes():  # the caller's are not for code of the data, as on a thread
-                return next(self._items, None)
-        except (Exception, SystemExit) as error:
-            return error
 
     def _loaded(self) -> Iterator[Item]:
         use_device(self._device)  # pinning memory creates a context on the current device

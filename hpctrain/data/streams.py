@@ -73,6 +73,8 @@ class Reader:
 
     def _begun(self) -> Iterator[Any]:
         self.called(("epoch", self._shard, self._epoch), partial(self._stream.set_epoch, self._epoch))
+        if self._draws is not None:
+            self._draws.search_again()
         state, self._place = self._place.state, Place()
         if state is not None:
             self._stream.load_state(decode(json.loads(state)))

@@ -127,6 +127,10 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), left_
                 claims.setdefault((slot.name, one.cls.name), []).append(one)
     for key, claimants in claims.items():
         _settle(registry, key, claimants)
+    chosen = [one.cls for one in registry.entries.values()]
+    inner = {slot for cls in chosen for slot in (*cls.holds.values(), *cls.chooses.values())}
+    if inner.intersection(left_out):
+        return build_registry(modules, block, {*left_out} - inner)
     for fault in registry.faults:
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")

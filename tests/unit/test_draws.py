@@ -56,15 +56,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "augmented", raising=False)
 
 
-def run(output: str, steps: int = 12, seed: int = 1, **dataset: Any) -> list[float]:
+def run(output: str, steps: int = 12, seed: int = 1, evaluates: int = 0, **dataset: Any) -> list[float]:
     hpctrain.run({
         "job": {"name": "augmented", "steps": steps, "seed": seed, "output_dir": output},
         "model": {"name": "augmented:model", "loss": "torch.nn.functional:cross_entropy"},
         "dataset": {"name": "augmented:images", **dataset}, "optimizer": {"name": "sgd", "lr": 0.1},
-        "batch": {"global_size": 20, "micro_size": 5},
+        "batch": {"global_size": 20, "micro_size": 5}, "evaluation": {"every_steps": evaluates},
     })  # fmt: skip
     rows = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows]
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def test_a_job_with_augmentation_and_dropout_is_the_same_twice_with_workers_and_after_a_resume() -> None:
@@ -168,3 +168,44 @@ def test_data_that_cannot_be_seeded_is_told(caplog: pytest.LogCaptureFixture) ->
     Path("augmented.py").write_text(AUGMENTED.replace("np.random.rand()", "np.random.default_rng().random()"))
     run("out", steps=1)
     assert "gave another item" in caplog.text and "default_rng(index)" in caplog.text
+
+
+RENEWED = """
+import numpy as np
+import torch
+
+SEEN = set()
+
+
+class Renewed:
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self):
+        return 30
+
+    def set_epoch(self, epoch):
+        self.rng = np.random.default_rng([7, epoch])
+
+    def __getitem__(self, index):
+        SEEN.add((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.zeros(1).device.type))
+        return torch.from_numpy(self.rng.standard_normal(6)).float(), torch.tensor(index % 3)
+
+
+def images(split):
+    return Renewed() if split != "test" else None
+
+
+def model():
+    return torch.nn.Linear(6, 3)
+"""
+
+
+def test_a_generator_that_an_epoch_replaces_is_found_again_and_modes_of_the_caller_are_not_the_datas() -> None:
+    """Over three epochs, evaluations without gradients between, with workers and after a resume."""
+    Path("augmented.py").write_text(RENEWED)
+    straight = run("straight", evaluates=5)
+    assert run("workers", evaluates=5, workers=2) == straight
+    run("halves", steps=7, evaluates=5)
+    assert run("halves", evaluates=5) == straight
+    assert __import__("augmented").SEEN == {(True, False, "cpu")}

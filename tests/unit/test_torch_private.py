@@ -59,7 +59,6 @@ OWNERS: dict[str, Any] = {
     "_scaled_dot_product_attention_math": torch.ops.aten,
     "_setup_privateuseone_for_python_backend": "torch.utils.backend_registration",
     "_disable_current_modes": "torch.utils._python_dispatch",
-    "_len_torch_dispatch_stack": torch._C,
     "_local_scalar_dense": torch.ops.aten,
     "_opname": torch.ops.aten.add.Tensor,
     "_overloadpacket": torch.ops.aten.add.Tensor,

@@ -118,8 +118,13 @@ class UserSamples(Samples):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         if not hasattr(self._source, "__getitems__"):
             return super().__getitems__(indices)
-        with self._calling("__getitems__()"):
+        try:
             items = list(self._source.__getitems__(list(indices)))
+        except Exception:
+            for index in indices:  # the error of one of them has its number
+                self[index]
+            with self._calling("__getitems__()"):
+                raise
         if len(items) != len(indices):
             raise TrainingError(
                 f"[dataset] name = {self._reference!r}: __getitems__() returned {len(items)} items, expected one for each of "

@@ -19,18 +19,22 @@ KINDS = ("memory", "allocated", "reserved", "fragmented", "host")
 _process = cache(psutil.Process)  # to make one takes a millisecond; a forked rank has another process than its server
 
 
-def memory_of(device: torch.device) -> list[int]:
-    """Bytes by kind, those on an accelerator zero on the CPU."""
-    resident = int(_process(os.getpid()).memory_info().rss)
+def resident_bytes() -> int:
+    """Bytes of this process in memory now. The system takes up to a millisecond to tell."""
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+def memory_of(device: torch.device, resident: int) -> list[int]:
+    """Bytes by kind, those on an accelerator zero on the CPU. resident: of `resident_bytes`."""
     if is_accelerator(device):
         return [*memory_on(device), resident]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [peak if sys.platform == "darwin" else peak * 1024, 0, 0, 0, resident]
 
 
-def memory_since(device: torch.device) -> list[int]:
+def memory_since(device: torch.device, resident: int) -> list[int]:
     """The same, where an accelerator's peak is that since the last call."""
-    found = memory_of(device)
+    found = memory_of(device, resident)
     begin_peak(device)
     return found
 
@@ -43,5 +47,5 @@ def memory(device: torch.device | str | None = None) -> dict[str, int]:
     """
     kind = accelerator()
     here = torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
-    found = zip(KINDS, memory_of(here if device is None else torch.device(device)), strict=True)
+    found = zip(KINDS, memory_of(here if device is None else torch.device(device), resident_bytes()), strict=True)
     return {f"{name}_bytes": value for name, value in found if value}

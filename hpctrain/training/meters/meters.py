@@ -12,12 +12,11 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from hpctrain.base.devices import is_accelerator
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.device_load import DeviceLoad
-from hpctrain.training.meters.memory import KINDS, memory_since
+from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
 from hpctrain.training.meters.stragglers import Stragglers
 from hpctrain.training.meters.throughput import ModelFlops, peak_flops
 from hpctrain.training.meters.traffic import Traffic
@@ -26,7 +25,7 @@ from hpctrain.training.metrics import MeasuredRow, OwnRow
 _SIZES = (len(PARTS), len(PARTS), 1, len(KINDS), 2)
 """How many figures a rank tells of each kind: times, own times, operations, memory, load."""
 _PACE = 0.5
-"""Seconds after which the memory of a process on the CPU is looked up again."""
+"""Seconds after which the resident memory is looked up again."""
 _PLACES = list(pairwise(accumulate(_SIZES, initial=0)))
 
 
@@ -48,7 +47,7 @@ class Meters:
         self._stragglers, self._flops = Stragglers(nodes), ModelFlops(copies, countable, is_forward)
         self._load, self._traffic = DeviceLoad(device), Traffic(groups)
         self._peak = peak_flops(device, precision)
-        self._memory, self._looked = [0] * len(KINDS), -math.inf
+        self._resident, self._looked = 0, -math.inf
 
     def counting(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """A context for the forwards and backwards of a step."""
@@ -63,11 +62,10 @@ class Meters:
         times = self.clock.take()
         times.own[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
         operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
-        if (
-            is_accelerator(self._device) or time.monotonic() > self._looked + _PACE
-        ):  # the system takes up to a millisecond
-            self._memory, self._looked = memory_since(self._device), time.monotonic()
-        return [*times.parts, *times.own, operations, *self._memory, *self._load.take()]
+        if time.monotonic() > self._looked + _PACE:
+            self._resident, self._looked = resident_bytes(), time.monotonic()
+        memory = memory_since(self._device, self._resident)
+        return [*times.parts, *times.own, operations, *memory, *self._load.take()]
 
     def row(self, ranks: Sequence[Sequence[float]], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow

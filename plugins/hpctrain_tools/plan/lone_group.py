@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.base.torch_groups import HashStore, PythonGroup, resolve_group
-from hpctrain.base.torch_private import is_fake, without_modes
+from hpctrain.base.torch_private import is_fake
 from hpctrain.contracts.model import tensors_in
+from hpctrain_tools.plan.torch_fake import without_modes
 
 BACKEND = "lone"
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import UsageError
-from hpctrain.base.torch_private import without_modes
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
@@ -44,7 +43,7 @@ from hpctrain.training.trained_model import TrainedModel
 from hpctrain_tools.plan.ledger import bytes_of
 from hpctrain_tools.plan.lone_group import TRAFFIC, lone_rank, note_functional
 from hpctrain_tools.plan.rank_plan import OTHERS, Exchange, RankPlan, Save
-from hpctrain_tools.plan.torch_fake import fake_tensors, foreach_of_fakes, shapes_of_dtensors
+from hpctrain_tools.plan.torch_fake import fake_tensors, foreach_of_fakes, shapes_of_dtensors, without_modes
 from hpctrain_tools.plan.watch import Watch
 
 _FEW = 1, 2

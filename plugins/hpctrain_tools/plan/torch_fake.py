@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.base.torch_private import without_modes
-
 _IN_PLACE = ("aten._fused_sgd_", "aten._fused_adagrad_")
 """Operators that return nothing and of which torch does not know that they need no values, unlike Adam's."""
 
@@ -35,6 +33,14 @@ def needs_values(error: Exception) -> bool:
 
     kinds = DataDependentOutputException, DynamicOutputShapeException
     return isinstance(error, kinds) or "not supported for tensor subclasses" in str(error)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
