@@ -117,7 +117,7 @@ class StepRow:
     """The factor on the loss of a precision that scales it; absent for others."""
 
     measured: MeasuredRow
-    """The keys of [the measurements](#measurements)."""
+    """Keys [measurements](#measurements): those of that table stand in the row itself."""
 
     of_runner: Mapping[str, float]
     """Keys `pipeline_bubble` and others: figures of an axis that runs the micro batches itself. A pipeline's bubble is the share of

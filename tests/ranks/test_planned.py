@@ -3,8 +3,7 @@ measures its own.
 
     OMP_NUM_THREADS=1 mpiexec -n 4 python -m pytest tests/ranks/test_planned.py -m thorough -k random --draws 50
 
-plans this many random layouts instead of the few of every thorough run. tests/planned_table.py makes the table in docs from the
-others.
+plans this many random layouts instead of the few of every thorough run.
 """
 
 from __future__ import annotations
