@@ -14,6 +14,8 @@ from hpctrain.base.child_python import guard_multiprocessing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, termination by a launcher or Slurm, and `#SBATCH --signal=USR1@60` before the time limit."""
+_ANSWERED = (*STOPPING, signal.SIGHUP)
+"""Signals that ranks have handlers for."""
 
 _early: list[int] = []
 """Signals from before training could answer them."""
@@ -57,36 +59,46 @@ def keep_from_children() -> None:
 class _Forks:
     """Gives a fork of users' code Python's own handlers, and ends it if the rank is killed.
 
-    A worker of `multiprocessing` waits for its parent's SIGTERM in vain where a rank answers it.
+    A worker of `multiprocessing` ends by its parent's SIGTERM, which a rank's handler would answer. Signals are blocked from before
+    the fork until the handlers are changed: one in between would be lost.
     """
 
     registered = False
     rank = 0
     """The process whose forks are changed; 0 for none."""
-    in_main = False
+    begun = threading.local()
+    """Of the thread that forks: `in_main`, and its `mask` of signals."""
 
     @classmethod
     def change_those_of_this_process(cls) -> None:
         """Change the forks of this process, until `rank` is 0 again."""
         cls.rank = os.getpid()
         if not cls.registered:
-            os.register_at_fork(before=cls._note, after_in_child=cls._change)
+            os.register_at_fork(before=cls._begin, after_in_parent=cls._end, after_in_child=cls._change)
             cls.registered = True
 
     @classmethod
-    def _note(cls) -> None:
-        cls.in_main = threading.current_thread() is threading.main_thread()
+    def _begin(cls) -> None:
+        cls.begun.in_main = threading.current_thread() is threading.main_thread()
+        cls.begun.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+
+    @classmethod
+    def _end(cls) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, cls.begun.mask)
 
     @classmethod
     def _change(cls) -> None:
-        if cls.rank != os.getppid():
-            return
-        cls.rank = 0
-        for number in (*STOPPING, signal.SIGHUP):
-            if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        if cls.in_main and hasattr(ctypes.CDLL(None), "prctl"):  # the end of another thread would count as the parent's
-            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if cls.rank == os.getppid():
+            cls.rank = 0
+            for number in _ANSWERED:
+                if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
+                    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                    signal.signal(number, default)
+            if cls.begun.in_main and hasattr(
+                ctypes.CDLL(None), "prctl"
+            ):  # another thread's end would count as the parent's
+                ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        cls._end()
 
 
 class StopRequest:

@@ -208,4 +208,4 @@ def test_a_generator_that_an_epoch_replaces_is_found_again_and_modes_of_the_call
     assert run("workers", evaluates=5, workers=2) == straight
     run("halves", steps=7, evaluates=5)
     assert run("halves", evaluates=5) == straight
-    assert __import__("augmented").SEEN == {(True, False, "cpu")}
+    assert {(True, False, "cpu")} == __import__("augmented").SEEN
