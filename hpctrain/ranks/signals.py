@@ -67,7 +67,7 @@ class _Forks:
     rank = 0
     """The process whose forks are changed; 0 for none."""
     begun = threading.local()
-    """Of the thread that forks: `in_main`, and its `mask` of signals."""
+    """State of the thread that forks: `in_main`, and its `mask` of signals."""
 
     @classmethod
     def change_those_of_this_process(cls) -> None:
