@@ -129,10 +129,10 @@ def by_index(split):
 
 class Unsaved(Stateful):
     def state_dict(self):
-        return {"generator": torch.Generator().get_state()}
+        return {"generator": torch.Generator().get_state(), "number": self.number}
 
     def load_state_dict(self, state):
-        self.number = 0
+        self.number = state["number"]
 
 
 def unsaved(split):
