@@ -22,7 +22,6 @@ from hpctrain_tools.listing import Option, describe_keys, describe_options
 from hpctrain.cli import GROUPS, cli
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.job.tables import Job
-from hpctrain.plugins.commands import GROUPS as PLUGIN_GROUPS
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 
@@ -143,17 +142,6 @@ def commands_page() -> Iterator[str]:
             command = cli.get_command(context, name)
             assert command is not None
             yield from _command(command, f"hpctrain {name}", context)
-    yield "## Of plugins\n"
-    for offer in cli.offers(context):
-        if offer.source.distribution == "hpctrain":
-            yield from _command(offer.load(), f"hpctrain {offer.name}", context)
-    for name in PLUGIN_GROUPS:
-        group = cli.get_command(context, name)
-        assert isinstance(group, OpenGroup)
-        inner = click.Context(group, info_name=name, parent=context)
-        for offer in group.offers(inner):
-            if offer.source.distribution == "hpctrain":
-                yield from _command(offer.load(), f"hpctrain {name} {offer.name}", inner)
 
 
 def _command(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
@@ -167,11 +155,15 @@ def _command(command: click.Command, name: str, parent: click.Context) -> Iterat
         yield "| option | |\n|---|---|"
         yield from (f"| `{_cell(spelled)}` | {_cell(help)} |" for spelled, help in options)
         yield ""
-    if isinstance(command, click.Group):
+    if isinstance(command, OpenGroup):
+        ours = {*command.own(context), *(offer.name for offer in command.offers(context) if offer.is_first_party)}
         for inner in command.list_commands(context):
-            found = command.get_command(context, inner)
-            if found is not None and inner in getattr(command, "commands", {}):
+            found = command.get_command(context, inner) if inner in ours else None
+            if found is not None:
                 yield from _command(found, f"{name} {inner}", context)
+    elif isinstance(command, click.Group):
+        for inner, found in sorted(command.commands.items()):
+            yield from _command(found, f"{name} {inner}", context)
 
 
 def api_page() -> Iterator[str]:
@@ -246,7 +238,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
 
 
 def contracts_page() -> Iterator[str]:
-    """What each slot asks of a plugin."""
+    """The contract of each slot."""
     yield CONTRACTS_HEAD
     for name in plugin_pages.PAGES:
         yield f"## {name}\n"

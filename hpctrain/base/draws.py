@@ -169,10 +169,10 @@ class Draws:
         while True:
             changed: Collection[int] = before
             try:
-                if not self._drawn:
-                    results = together() if together is not None else [call(*name) for name in names]
+                if together is not None and not self._drawn:
+                    results = together()
                 else:
-                    results = [call(*name) for name in names if self._seed_for(name, self._drawn)]
+                    results = [self._seeded(name, partial(call, *name), self._drawn) for name in names]
                 rest = looks.keys() - self._drawn
                 drawn = {number for number in rest if generators[number].look() != looks[number]}
                 changed = self._drawn | drawn
@@ -195,13 +195,13 @@ class Draws:
 
     def seeded(self, name: Name, call: Callable[[], T]) -> T:
         """The result of one call with a name, which can't be repeated; within `held`."""
-        self._seed_for(name, range(len(self._generators)))
-        return call()
+        return self._seeded(name, call, range(len(self._generators)))
 
-    def _seed_for(self, name: Name, numbers: Collection[int]) -> bool:
-        digest = self._digest.copy()
-        digest.update(repr(name).encode())
-        seed = int.from_bytes(digest.digest(), "little") >> 1
-        for number in numbers:
-            self._generators[number].seed(seed)
-        return True
+    def _seeded(self, name: Name, call: Callable[[], T], numbers: Collection[int]) -> T:
+        if numbers:
+            digest = self._digest.copy()
+            digest.update(repr(name).encode())
+            seed = int.from_bytes(digest.digest(), "little") >> 1
+            for number in numbers:
+                self._generators[number].seed(seed)
+        return call()

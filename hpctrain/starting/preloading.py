@@ -30,9 +30,8 @@ _LATE = (
 def preload(command: str) -> str | None:
     """Import what ranks of a command need; a sentence if they must not be forked after that, else None."""
     gc.disable()  # nothing of this is ever garbage
-    offered = next(
-        (one for one in entry_points() if one.distribution == OWN and one.command == command), None
-    )  # a tool
+    ours = [one for one in entry_points() if one.distribution == OWN]  # once: to look through all packages takes long
+    offered = next((one for one in ours if one.command == command), None)  # a tool
     for name in (f"hpctrain.cli.{command}" if offered is None else offered.module, "hpctrain.training.rank", *_LATE):
         importlib.import_module(name)
     delay_compiler()
@@ -41,8 +40,8 @@ def preload(command: str) -> str | None:
 
         mpi4py.rc.initialize = False  # a rank starts MPI itself
         importlib.import_module("mpi4py.MPI")
-    for source in entry_points():
-        if source.distribution == OWN and source.command is None and source.slot not in OPTIONAL:
+    for source in ours:
+        if source.command is None and source.slot not in OPTIONAL:
             with suppress(*RAISED):  # the ranks report it
                 importlib.import_module(source.module)
     mpi: Any = sys.modules.get("mpi4py.MPI")

@@ -1,4 +1,4 @@
-"""What data sets draw: the same on any number of workers and whatever the model draws meanwhile, other numbers in each epoch."""
+"""Draws of data sets: the same on any number of workers and whatever the model draws meanwhile, other numbers in each epoch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_epoch_draws_anew() -> None:
 
 
 class Items:
-    """One item for each way to draw. kept: generators of its own."""
+    """Items, one for each way to draw. kept: generators of its own."""
 
     def __init__(self) -> None:
         self.kept = [

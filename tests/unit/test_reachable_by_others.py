@@ -177,7 +177,7 @@ def places() -> list[Place]:
 
 
 def _imported(tree: ast.Module) -> Mapping[str, str]:
-    """What each imported name of a file stands for."""
+    """The imported names of a file, each with what it stands for."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

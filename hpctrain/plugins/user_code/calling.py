@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,11 @@ import torch
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.plugins.blame import failing_layer, is_communication
+from hpctrain.ranks.watchdog.stacks import FIRST_PARTY
 
 LOG = logging.getLogger("hpctrain")
 
 _HERE = str(Path(__file__).parents[2])
-_FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
@@ -97,4 +96,4 @@ def _shapes(batch: object) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARIES)) and _FIRST_PARTY.search(file) is None
+    return not file.startswith(("<", *_LIBRARIES)) and FIRST_PARTY.search(file) is None

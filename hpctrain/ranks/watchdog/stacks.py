@@ -29,7 +29,8 @@ _COMMUNICATION = (
     os.path.join(_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
     _TIMED,
 )
-_FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
+FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
+"""The files of first-party plugins and tools."""
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
 """Packages are often in two places: a site's, and a virtual environment on top."""
@@ -143,7 +144,7 @@ def _is_of_library(path: str) -> bool:
 
 
 def _is_ours(path: str) -> bool:
-    return path.startswith(_HPCTRAIN) or _FIRST_PARTY.search(path) is not None
+    return path.startswith(_HPCTRAIN) or FIRST_PARTY.search(path) is not None
 
 
 def _is_users(frame: FrameType) -> bool:

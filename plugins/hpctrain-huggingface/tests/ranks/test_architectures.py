@@ -1,4 +1,4 @@
-"""Which architectures train in which layout: each has the losses of a plain loop on what from_pretrained gives, or is refused.
+"""Architectures by layout: each has the losses of a plain loop on what from_pretrained gives, or is refused.
 
 architectures_table.py makes docs/architectures.md of it.
 """
