@@ -251,7 +251,10 @@ at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   }
-  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
+  auto seen = at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
+  seen._set_conj(tensor.is_conj());
+  seen._set_neg(tensor.is_neg());
+  return seen;
 }
 
 void spoil(const at::Tensor& tensor) {

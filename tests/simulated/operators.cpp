@@ -102,7 +102,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     return target;
   }
   const auto shaped = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
-  const bool alike = shaped.dtype() == target.dtype() && shaped.is_conj() == target.is_conj();
+  const bool alike = shaped.dtype() == target.dtype() && shaped.is_conj() == target.is_conj() && shaped.is_neg() == target.is_neg();
   if (non_blocking && alike && shaped.is_cpu() && is_pinned(shaped.const_data_ptr())) {
     upload_later(stream, target, shaped);
     return target;
@@ -232,6 +232,10 @@ TORCH_LIBRARY(simulated, m) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+
+// A copy resolves conjugates and negatives itself: torch's fallback would clone them first, by a copy, without an end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 

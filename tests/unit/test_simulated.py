@@ -53,3 +53,15 @@ torch.accelerator.synchronize()
 print(late.tolist(), {pinned}.to("sim", non_blocking=True).tolist())
 """
     assert ended(code) == (0, "6000.0\n[nan, nan]\n[nan, nan, nan]\n[1.0, 1.0, 1.0] [1.0, 1.0, 1.0]\n")
+
+
+@pytest.mark.thorough
+def test_a_view_by_sign_is_copied_as_on_any_device() -> None:
+    """torch keeps conjugates and the imaginary part of one as a sign in the view, which copies resolve."""
+    code = """
+here = torch.tensor([1 + 2j])
+there = here.to("sim").conj()
+print(there.tolist(), there.clone().tolist(), there.imag.to("cpu").tolist(), (there * 2).tolist())
+"""
+    expected = "6000.0\n[(1-2j)] [(1-2j)] [-2.0] [(2-4j)]\n"
+    assert ended(code) == (0, expected)
