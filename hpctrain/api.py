@@ -133,10 +133,8 @@ from hpctrain.ranks.json_collectives import (
     gather_values,
     scatter_outcomes,
 )
-from hpctrain.version import API_VERSION
 
 __all__ = [
-    "API_VERSION",
     "EXIT_ENVIRONMENT",
     "TABLE_BYTES",
     "ActivationCheckpointing",

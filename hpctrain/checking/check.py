@@ -29,8 +29,6 @@ from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks.detection import torchrun_variables
 
-_LIMIT = ("job", "time_limit")
-
 
 @dataclass(frozen=True)
 class CheckedJob:
@@ -55,13 +53,7 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys()
         else torchrun_variables(Identity(size=world_size or 1))
     ):
-        try:
-            return _check(raw, world_size, tries)
-        except JobError as error:
-            again = raw.with_texts(problem.key for problem in error.problems if problem.wants_text)
-            if again is None:
-                raise
-        return _check(again, world_size, tries)
+        return _check(raw, world_size, tries)
 
 
 def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
@@ -122,13 +114,6 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
-    if _LIMIT in raw.texts and isinstance(raw.tables["job"]["time_limit"], int | float):
-        why = "a number in a job file is in seconds, Slurm's in minutes"
-        problems.append(
-            PlacedProblem(
-                _LIMIT, f"[job] time_limit: expected a unit, such as 10m or 600s, found {raw.texts[_LIMIT]}: {why}"
-            )
-        )
     try:
         job = validate(Job, raw.tables)
     except ValidationError as error:

@@ -27,7 +27,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     elastic = elastic_note(checked, ranks)
     for note in [
         *checked.registry.told(),
-        *notes(checked.job, checked.parts, checked.plan, checked.registry, ranks),
+        *notes(checked.job, checked.parts, checked.registry, ranks),
         *([elastic] if elastic is not None else []),
     ]:
         say(f"{job}: note: {note}", err=True)
@@ -35,9 +35,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"
     steps = f"{about if checked.job.job.epochs else ''}{data.steps} steps"
     say(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))
-    measured = sizes(checked)
-    if measured is not None:
-        parameters, nbytes = measured
-        needs = "parameters, gradients and optimizer state, and more for activations"
-        told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
-        say(f"{job}: {parameters}{told}")
+    parameters, nbytes = sizes(checked)
+    needs = "parameters, gradients and optimizer state, and more for activations"
+    told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
+    say(f"{job}: {parameters}{told}")

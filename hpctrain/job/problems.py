@@ -18,12 +18,16 @@ from hpctrain.job.toml import written
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """A problem at `key`. wants_text: whether the value is to be a text."""
+    """A problem at `key`."""
 
     key: Key
     message: str
     exit_code: int = EXIT_USAGE
-    wants_text: bool = False
+
+    @staticmethod
+    def at(key: Key, why: str, exit_code: int = EXIT_USAGE) -> PlacedProblem:
+        """A problem whose sentence begins with its key: "[batch] tokens: why"."""
+        return PlacedProblem(key, f"{dotted(key)}: {why}", exit_code)
 
 
 class JobError(HpctrainError):
@@ -65,7 +69,7 @@ def _problem(
     place = _existing((*prefix, *item["loc"]), tables)
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         found = json.dumps(item["input"], default=str)
-        return PlacedProblem(place, f"{dotted(place)}: expected at least {item['loc'][-1] + 1} values, found {found}")
+        return PlacedProblem.at(place, f"expected at least {item['loc'][-1] + 1} values, found {found}")
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
@@ -77,9 +81,8 @@ def _problem(
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     message = message.replace("a valid boolean", "true or false")
     if item["type"] == OF_SEVERAL_KEYS:
-        return PlacedProblem(place, f"{dotted(place)}: {message}")
-    wants_text = item["type"] == "string_type"
-    return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}", wants_text=wants_text)
+        return PlacedProblem.at(place, message)
+    return PlacedProblem.at(place, f"{message}, found {written(item['input'])}")
 
 
 def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:
