@@ -29,6 +29,8 @@ from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks.detection import torchrun_variables
 
+__all__ = ["CheckedJob", "check"]
+
 
 @dataclass(frozen=True)
 class CheckedJob:

@@ -21,6 +21,8 @@ from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
 
+__all__ = ["Parts"]
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -8,6 +8,8 @@ from typing import Any
 from hpctrain.base.errors import JobFileError
 from hpctrain.job.toml import first_beyond
 
+__all__ = ["RawJob"]
+
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
 

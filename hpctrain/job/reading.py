@@ -20,6 +20,8 @@ from hpctrain.job.positions import key_lines
 from hpctrain.job.raw import Key, RawJob, merge, value_at
 from hpctrain.job.toml import LimitError, parse
 
+__all__ = ["read_job"]
+
 _PRESET = "preset:"
 """The begin of the name of a file that comes with hpctrain."""
 _LONGEST_CHAIN = 50

@@ -16,6 +16,8 @@ from hpctrain.plugins.discovery import Fault, load, new_manager
 from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
+__all__ = ["build_registry"]
+
 OWN = "hpctrain"
 """The distribution whose plugins give way to another one's of the same name."""
 _HUB = '; names of the Hugging Face hub are not taken: name a function that loads it, as "package.module:function"'

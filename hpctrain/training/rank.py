@@ -37,6 +37,8 @@ from hpctrain.training.loop import train
 from hpctrain.training.session import Session
 from hpctrain.training.start import agree_on_job, communicating, on_rank, started
 
+__all__ = ["run"]
+
 
 def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
     """Train `job` on this process's rank: one of many under mpiexec, srun or torchrun, else the only rank.

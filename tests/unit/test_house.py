@@ -91,6 +91,20 @@ def test_no_module_hides_a_public_name(door: str) -> None:
     assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
 
 
+def test_plugins_import_what_all_names() -> None:
+    """Those of slots, and other distributions: `hpctrain.api`, the toolkit, and names in `__all__` of hpctrain's other modules."""
+    others = [path for path in (ROOT / "plugins").glob("*/hpctrain_*") if path.is_dir()]
+    hidden = set()
+    for file in (
+        file for package in (ROOT / "plugins" / "hpctrain_plugins", *others) for file in package.rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"hpctrain(\.(?!toolkit)|$)", node.module or ""):
+                public = getattr(importlib.import_module(str(node.module)), "__all__", ())
+                hidden |= {f"{file}: {node.module}.{name.name}" for name in node.names if name.name not in public}
+    assert not hidden
+
+
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
     assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"

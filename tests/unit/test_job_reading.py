@@ -20,7 +20,7 @@ from hpctrain.checking.check import check
 from hpctrain.job import positions
 from hpctrain.job.positions import key_lines
 from hpctrain.job.problems import JobError
-from hpctrain.job.raw import RawJob, merge
+from hpctrain.job.raw import merge
 from hpctrain.job.reading import read_job
 
 KEYS = st.text('abcdefgh-_ .é"', min_size=1, max_size=4)
@@ -194,7 +194,6 @@ def test_an_override_adds_all_of_an_array(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
-    import json
 
     path = tmp_path / "job.toml"
     path.write_text('[a]\nx = [1, {y = 2}]\n[[logger]]\nname = "n"\n')
