@@ -12,8 +12,8 @@ from hpctrain.contracts.plan import Plan
 from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
-from hpctrain.job.raw import Key
 from hpctrain.job.tables import Job
+from hpctrain.job.toml import Key
 from hpctrain.model.batch_norm import refuse_batch_norms
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained

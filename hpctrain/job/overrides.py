@@ -9,8 +9,8 @@ from typing import Any
 import tomli
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.raw import Key, RawJob, dotted
-from hpctrain.job.toml import LimitError, parse
+from hpctrain.job.raw import RawJob, dotted
+from hpctrain.job.toml import Key, LimitError, parse
 
 
 def apply_override(raw: RawJob, override: str) -> None:

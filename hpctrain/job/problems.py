@@ -6,14 +6,14 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError
-from hpctrain.job.raw import Key, RawJob, dotted
+from hpctrain.job.raw import RawJob, dotted
 from hpctrain.job.table_types import OF_SEVERAL_KEYS
-from hpctrain.job.toml import written
+from hpctrain.job.toml import Key, written
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,22 @@ def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None 
     )
     where = f" in {dotted(table)}" if table else ""
     return f"unknown key {name!r}{where}; {hint}"
+
+
+def keys_below(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
+    """The keys of a table of `model`, or of a table `below` it. own: further keys of the first."""
+    if not below:
+        return [*model.model_fields, *own]
+    for key in below:
+        model = model if isinstance(key, int) else inner_table(model, key)  # a number is a row of a list of tables
+    return list(model.model_fields)
+
+
+def inner_table(model: type[BaseModel], key: str) -> type[BaseModel]:
+    """The model of the tables that a key has; BaseModel where it has none."""
+    annotation = model.model_fields[key].annotation if key in model.model_fields else None
+    kinds = [getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))]  # without Annotated
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
 
 
 def _existing(key: Key, tables: Any) -> Key:

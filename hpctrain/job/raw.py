@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.base.errors import JobFileError
-from hpctrain.job.toml import first_beyond
+from hpctrain.job.toml import Key, first_beyond
 
 __all__ = ["RawJob"]
-
-Key = tuple[str | int, ...]
-"""A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
 
 
 def dotted(key: Key) -> str:

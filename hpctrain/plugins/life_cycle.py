@@ -13,10 +13,9 @@ import pluggy
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Hook
+from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
-from hpctrain.contracts.profile import Profiler
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import register
 from hpctrain.plugins.registry import Registry

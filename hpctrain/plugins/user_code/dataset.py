@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream, Weights
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.torch_private import children_of
 from hpctrain.contracts.model import Batch, PipelineModel
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 
 

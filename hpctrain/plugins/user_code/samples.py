@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.base.draws import Draws
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream, Weights
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
 
 _PROBED_SAMPLES = 16

@@ -12,8 +12,6 @@ Dims = tuple[int, ...]
 
 MOST_DIMS_CUT = 8
 """The most dims along which a tensor may be cut: a check takes time in proportion to 2 to this power."""
-MOST_COMPARED = 1000
-"""The most rectangles among which an overlapping pair is looked for: the search compares them with one another."""
 
 
 class Rectangle(NamedTuple):
@@ -57,9 +55,6 @@ def tiling_fault(shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:
         return f"it is cut along {len(cut)} dims, expected at most {MOST_DIMS_CUT}"
     if _cover_once(Rectangle((0,) * len(shape), shape), filled, cut):
         return None
-    clash = _first_overlap(filled) if len(filled) <= MOST_COMPARED else None
-    if clash is not None:
-        return f"{_text(clash[0])} and {_text(clash[1])} overlap"
     held, whole = sum(rectangle.volume for rectangle in filled), math.prod(shape)
     why = "there is a hole" if held < whole else "some overlap"
     return f"its parts hold {held} of the {whole} elements of {list(shape)}: {why}"
@@ -79,25 +74,6 @@ def _cover_once(whole: Rectangle, rectangles: Sequence[Rectangle], cut: Sequence
         for corner, sign in zip(itertools.product(*edges), signs, strict=True):
             corners[corner] += factor * sign
     return not any(corners.values())
-
-
-def _first_overlap(rectangles: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Sweep along the dim that is cut most, comparing only with the rectangles that reach past the sweep line."""
-    if len(rectangles) < 2:
-        return None
-    dims = range(len(rectangles[0].shape))
-    if not dims:
-        return rectangles[0], rectangles[1]
-    along = max(dims, key=lambda dim: len({rectangle.offsets[dim] for rectangle in rectangles}))
-    reaching: list[Rectangle] = []
-    for rectangle in sorted(rectangles, key=lambda one: one.offsets[along]):
-        begin = rectangle.offsets[along]
-        reaching = [one for one in reaching if one.offsets[along] + one.shape[along] > begin]
-        for other in reaching:
-            if rectangle.overlap(other):
-                return other, rectangle
-        reaching.append(rectangle)
-    return None
 
 
 def _text(rectangle: Rectangle) -> str:
