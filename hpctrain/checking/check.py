@@ -16,7 +16,7 @@ from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.making import PartsMaker
-from hpctrain.checking.trial import build_outline, open_outside, try_optimizer
+from hpctrain.checking.trial import build_outline, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
@@ -83,8 +83,6 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     problems += plugin_problems(job, parts, plan, registry)
     if tries and not any(problem.key[0] == "optimizer" for problem in problems):
         try_optimizer(parts.optimizer, problems, registry)
-    if tries and problems:  # else the caller opens them
-        problems += open_outside(job, parts, plan.outline)[1]
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)
@@ -101,14 +99,11 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
 def _unknown_names(names: Sequence[str], registry: Registry) -> list[PlacedProblem]:
     """Problems for unknown names in [plugins] block."""
     known = {name for one in (*entry_points(), *registry.sources) for name in one.names} if names else set()
-    unknown = [(i, name) for i, name in enumerate(names) if name not in known]
+    expected = "expected an entry point, a module or a distribution, as listed by `hpctrain plugins`"
     return [
-        PlacedProblem(
-            ("plugins", "block", i),
-            f"[plugins] block: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
-            "distribution, as listed by `hpctrain plugins`",
-        )
-        for i, name in unknown
+        PlacedProblem.at(("plugins", "block", i), f"no installed or loaded plugin has the name {name!r}; {expected}")
+        for i, name in enumerate(names)
+        if name not in known
     ]
 
 

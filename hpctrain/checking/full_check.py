@@ -7,13 +7,14 @@ from math import prod
 import torch
 from torch import nn
 
+from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
-from hpctrain.checking.trial import open_outside
+from hpctrain.checking.trial import weights_problems
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.optimization import Optimizer
-from hpctrain.data.opening import Data
-from hpctrain.job.problems import JobError
+from hpctrain.data.opening import Data, open_data
+from hpctrain.job.problems import JobError, PlacedProblem
 from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import RESOLVED
 from hpctrain.model.parameters import trained_names
@@ -26,9 +27,13 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     """The job and its data. Raises JobError with every problem, UsageError if the output directory holds another job,
     EnvironmentUnfitError for a plugin that makes something unfit."""
     checked = check(raw, ranks, tries=True)
-    data, problems = open_outside(checked.job, checked.parts, checked.plan.outline)
-    if data is None or problems:
-        raise JobError(checked.raw, problems)
+    problems = weights_problems(checked.job, checked.parts, checked.plan.outline)
+    try:
+        data = open_data(checked.job, checked.parts)
+    except HpctrainError as error:
+        problems.append(PlacedProblem(("dataset", "name"), str(error), error.exit_code))
+    if problems:
+        raise JobError(raw, problems)
     refuse_other_job(checked.job.output_dir / RESOLVED, resolved_tables(checked))
     return checked, data
 

@@ -12,8 +12,8 @@ from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.plugin import Options
 from hpctrain.job.problems import PlacedProblem, inner_table, keys_below, problems_of, validate
 from hpctrain.job.raw import RawJob, dotted
+from hpctrain.job.tables import ParameterGroup
 from hpctrain.job.toml import Key
-from hpctrain.job.training_tables import ParameterGroup
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class

@@ -20,7 +20,6 @@ from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plugin import Machine
 from hpctrain.contracts.precision import Precision
-from hpctrain.data.opening import Data, open_data
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
@@ -95,16 +94,8 @@ def _built(spec: ModelSpec) -> nn.Module:
             return spec.build()
 
 
-def open_outside(job: Job, parts: Parts, module: nn.Module | None) -> tuple[Data | None, list[PlacedProblem]]:
-    """The data, and the problems of weights and data. module: the model, if it is known before it is built."""
-    problems = _weights_problems(job, parts, module)
-    try:
-        return open_data(job, parts), problems
-    except HpctrainError as error:
-        return None, [*problems, PlacedProblem(("dataset", "name"), str(error), error.exit_code)]
-
-
-def _weights_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
+def weights_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
+    """What is wrong with [model] weights. module: the model, if it is known before it is built."""
     weights, key = job.model.weights, ("model", "weights")
     if weights is None:
         return []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -32,19 +31,14 @@ def seconds_of(time: str) -> int:
     return seconds
 
 
+def _duration(text: str) -> str:
+    seconds_of(text)
+    return text
+
+
 def seconds_or_number(value: object) -> object:
     """A text in seconds; anything else as it is."""
     return seconds_of(value) if isinstance(value, str) else value
-
-
-def of_file_system(name: str) -> str:
-    """The name of a file or directory. Raises ValueError for one that the locale can't write."""
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        encoding = sys.getfilesystemencoding()
-        raise ValueError(f"expected a name in the locale's encoding, {encoding}; LC_ALL=C.UTF-8 allows any") from None
-    return name
 
 
 def error_of_several_keys(sentence: str) -> PydanticCustomError:
@@ -52,6 +46,7 @@ def error_of_several_keys(sentence: str) -> PydanticCustomError:
     return PydanticCustomError(OF_SEVERAL_KEYS, "{sentence}", {"sentence": sentence})
 
 
+Duration = Annotated[str, AfterValidator(_duration)]
 Seconds = Annotated[float, BeforeValidator(seconds_or_number, json_schema_input_type=float | str), Field(gt=0, le=1e8)]
 
 
@@ -72,26 +67,20 @@ class SlotTable(Table):
         return dict(self.model_extra or {})
 
 
-def _variable_name(name: str) -> str:
-    problem = name_problem(name)
-    if problem is not None:
-        raise ValueError(problem)
-    return name
+def _refusing(problem_of: Callable[[str], str | None]) -> AfterValidator:
+    def refuse(text: str) -> str:
+        problem = problem_of(text)
+        if problem is not None:
+            raise ValueError(problem)
+        return text
 
-
-def _variable_value(text: str) -> str:
-    problem = text_problem(text)
-    if problem is not None:
-        raise ValueError(problem)
-    return text
+    return AfterValidator(refuse)
 
 
 Variable = Annotated[
-    str, AfterValidator(_variable_name), WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(PREFIXES)})"})
+    str, _refusing(name_problem), WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(PREFIXES)})"})
 ]
-VariableValue = Annotated[
-    str, BeforeValidator(as_text, json_schema_input_type=str | int), AfterValidator(_variable_value)
-]
+VariableValue = Annotated[str, BeforeValidator(as_text, json_schema_input_type=str | int), _refusing(text_problem)]
 
 
 def table_of(key: str, value: object) -> object:

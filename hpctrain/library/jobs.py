@@ -16,8 +16,7 @@ from hpctrain.contracts.dataset import Split
 from hpctrain.data.refusals import refuse_epochs
 from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
-from hpctrain.job.tables import Job
-from hpctrain.job.training_tables import ModelTable
+from hpctrain.job.tables import Job, ModelTable
 from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of, no_loss
 from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.plugins.user_code.python_objects import referenced

@@ -34,13 +34,12 @@ class Registered:
 
 @dataclass
 class Registry:
-    """The installed plugins. faults: unusable modules. conflicts: names that two modules claim."""
+    """The installed plugins. faults: unusable modules and plugins."""
 
     manager: pluggy.PluginManager
     entries: dict[tuple[str, str], Registered] = field(default_factory=dict)
     sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    conflicts: dict[tuple[str, str], list[ModuleSource]] = field(default_factory=dict)
     remarks: dict[tuple[str, str], str] = field(default_factory=dict)
     """What a user of a plugin should know, by slot and name."""
     used: set[tuple[str, str]] = field(default_factory=set)
@@ -79,12 +78,6 @@ class Registry:
 
     def find(self, slot: str, name: str) -> Registered:
         """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""
-        if (slot, name) in self.conflicts:
-            both = " and ".join(map(str, self.conflicts[slot, name]))
-            raise EnvironmentUnfitError(
-                f"{slot} plugin {name!r} is claimed by {both}; expected one: leave the other "
-                f'out with [plugins] block = ["{self.conflicts[slot, name][0].module}"], or uninstall it'
-            )
         entry = self.entries.get((slot, name))
         if entry is not None:
             self.used.add((slot, name))
@@ -150,7 +143,10 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
     """Decide who has the name `key`: another distribution rather than hpctrain."""
     others = [one for one in claimants if one.source.distribution != OWN] or claimants
     if len(others) > 1:
-        registry.conflicts[key] = [one.source for one in claimants]
+        both = " and ".join(str(one.source) for one in claimants)
+        for one in claimants:
+            why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{one.source.module}"]'
+            registry.faults.append(Fault(one.source, "broken", f"{why}, or uninstall it", key))
         return
     (chosen,) = others
     registry.entries[key] = chosen

@@ -22,8 +22,7 @@ from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
-from hpctrain.job.rank_tables import AxisTable, SchedulerTable
-from hpctrain.job.tables import Job
+from hpctrain.job.tables import AxisTable, Job, SchedulerTable
 
 
 @dataclass(frozen=True)

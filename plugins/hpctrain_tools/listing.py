@@ -47,15 +47,11 @@ def list_plugins(registry: Registry) -> list[Listed]:
         for key, s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
-    told |= {source.module for sources in registry.conflicts.values() for source in sources}
     rows += [  # modules with only life-cycle hooks
         Listed("", "", "active", s.distribution, s.version, s.entry_point, s.module, "life-cycle hooks")
         for s in registry.sources
         if s.module not in told
     ]
-    for (slot, name), sources in sorted(registry.conflicts.items()):
-        why = "the name is claimed by " + " and by ".join(map(str, sources))
-        rows += [Listed(slot, name, "broken", s.distribution, s.version, s.entry_point, s.module, why) for s in sources]
     for fault in registry.faults:
         s = fault.source
         slot, _, name = ".".join(fault.key or (s.entry_point,)).partition(".")

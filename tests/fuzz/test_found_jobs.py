@@ -34,7 +34,7 @@ def said(code: int, *words: str, command: str = "check") -> str:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (f"a = 1\nb = {'9' * 5000}\n", "job.toml:2: not a job file: found an integer of thousands of digits, expected one of 64"),
+        (f"a = 1\nb = {'9' * 5000}\n", "job.toml: not a job file: found an integer of thousands of digits, expected one of 64"),
         (f"\na = 0x{'f' * 5000}\n", "job.toml:2: [a]: found an integer of 20000 bits, expected one of 64 bits"),
         ("a = 9223372036854775808\n", "job.toml:1: [a]: found an integer of 64 bits, expected one of 64 bits with its sign"),
         (f"a = {'{a = ' * 500}1{'}' * 500}\n", "job.toml: not a job file: tables or arrays are nested too deeply, expected"),

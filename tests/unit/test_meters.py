@@ -25,7 +25,7 @@ from hpctrain.contracts.dataset import Samples
 from hpctrain.data.batches import Batches
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
-from hpctrain.job.machines import machine_of_device
+from hpctrain.job.machines import machine_of_device, peak_flops_of
 from hpctrain.training.meters import device_load as loads
 from hpctrain.training.meters.clock import PARTS
 from hpctrain.training.meters.stragglers import Straggler, Stragglers
@@ -125,7 +125,7 @@ def test_peaks_are_those_of_the_vendor() -> None:
     }  # fmt: skip
     for name, peak in peaks.items():
         machine = machine_of_device(name)
-        assert (None if machine is None else machine.peak("bfloat16", tf32=False)) == peak, name
+        assert (None if machine is None else peak_flops_of(machine["flops"], "bfloat16", tf32=False)) == peak, name
     precision: Any = SimpleNamespace(name="bf16", product_dtype=lambda _: torch.bfloat16, parameter_dtype=torch.float32)
     assert peak_flops(torch.device("cpu"), precision) is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +16,7 @@ from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.torch_private import children_of
 from hpctrain.contracts.model import Batch, PipelineModel
 from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
+from hpctrain.plugins.user_code.reference import refuse_arguments, resolve, resolve_for
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class UserModel(PipelineModel):
             raise UsageError(
                 f'{reference} needs [model] loss = "package.module:callable", such as "torch.nn.functional:cross_entropy"'
             )
-        return cls(reference, factory, _resolve_loss(loss), options)
+        return cls(reference, factory, resolve_for(f"the loss {loss}", loss, "outputs and target", 2), options)
 
     def build(self) -> nn.Module:
         with users_code(f"[model] name = {self.reference!r}"):
@@ -144,23 +143,6 @@ class UserModel(PipelineModel):
         if not isinstance(target, torch.Tensor):
             raise TrainingError(f"expected a batch whose target is a tensor, found {type(target).__name__}")
         return target
-
-
-def _resolve_loss(reference: str) -> Callable[..., Any]:
-    """Raises UsageError for what cannot be called as loss(outputs, target)."""
-    loss = resolve(reference)
-    if isinstance(loss, type):
-        raise UsageError(
-            f"the loss {reference} is a class, expected a function to call as loss(outputs, target), such as "
-            '"torch.nn.functional:cross_entropy"'
-        )
-    try:
-        inspect.signature(loss).bind("outputs", "target")
-    except TypeError as error:
-        raise UsageError(f"the loss {reference} is called as loss(outputs, target): {error}") from None
-    except ValueError:
-        pass  # a builtin without a signature: the call itself will fail
-    return loss
 
 
 def _structure_of(module: nn.Module) -> Structure:

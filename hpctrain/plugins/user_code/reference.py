@@ -50,17 +50,17 @@ def resolve(reference: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def resolve_for(what: str, reference: str, argument: str) -> Callable[[Any], Any]:
-    """A function of one argument; UsageError that begins with `what` if it can't be called so."""
+def resolve_for(what: str, reference: str, arguments: str, count: int = 1) -> Callable[..., Any]:
+    """A function of `count` arguments; UsageError that begins with `what` if it can't be called so."""
     try:
         found = resolve(reference)
         if inspect.isclass(found):
-            raise UsageError(f"{reference} is a class, expected a function of {argument}, or an object to call so")
-        inspect.signature(found).bind(None)
+            raise UsageError(f"{reference} is a class, expected a function of {arguments}, or an object to call so")
+        inspect.signature(found).bind(*[None] * count)
     except UsageError as error:
         raise UsageError(f"{what}: {error}") from None
     except TypeError as error:
-        raise UsageError(f"{what}: it is called with {argument}: {error}") from None
+        raise UsageError(f"{what}: it is called with {arguments}: {error}") from None
     except ValueError:
         pass  # a builtin without a signature: the call itself will fail
     return found

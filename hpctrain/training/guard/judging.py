@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.job.rank_tables import GuardTable
+from hpctrain.job.tables import GuardTable
 
 _MEND = "mend the samples, or leave them out of the data"
 

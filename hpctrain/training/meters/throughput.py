@@ -12,7 +12,7 @@ from hpctrain.base.flops import CountedFlops
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.job.machines import machine_of_device
+from hpctrain.job.machines import machine_of_device, peak_flops_of
 
 _TRAINING = 3
 """The operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
@@ -61,4 +61,4 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
     """FLOP/s of the device in the precision's arithmetic, as its vendor states them; None for others than the known ones."""
     machine = machine_of_device(device_name(device)) if is_accelerator(device) else None
     dtype = str(precision.product_dtype(device)).removeprefix("torch.")
-    return None if machine is None else machine.peak(dtype, precision.name == "tf32")
+    return None if machine is None else peak_flops_of(machine["flops"], dtype, precision.name == "tf32")

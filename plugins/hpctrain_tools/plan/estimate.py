@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.job.machines import Machine
-from hpctrain_tools.plan.machines import figure_sources
+from hpctrain_tools.plan.machines import Machine, figure_sources
 from hpctrain_tools.plan.rank_plan import RING, Exchange, RankPlan
 
 _HIDDEN_BEHIND = 2 / 3

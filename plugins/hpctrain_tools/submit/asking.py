@@ -21,8 +21,8 @@ from hpctrain.base.safe_files import is_only_ours, read_bytes
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState, Scheduler
 from hpctrain.job.problems import validate
-from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.raw import RawJob
+from hpctrain.job.tables import SchedulerTable
 from hpctrain.job.toml import parse
 from hpctrain_tools.submit.record import Submission, cancelled, newest
 

@@ -19,9 +19,9 @@ from hpctrain.checking.resolved import resolved_tables
 from hpctrain.contracts.scheduler import JOB_FILE, Launch, Scheduler, SubmittedRun
 from hpctrain.job.environment import READ_BY_MPIEXEC
 from hpctrain.job.problems import validate
-from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
+from hpctrain.job.tables import SchedulerTable
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain_tools.submit.sweep import Variant, variants
 
