@@ -9,22 +9,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch import nn
 
-from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, UsageError
 from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.making import PartsMaker
-from hpctrain.checking.trial import build_outline, try_optimizer
 from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.model import MetaModel, ModelSpec
+from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem, keys_below, problems_of, validate
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
+from hpctrain.model.build import build_on_meta
+from hpctrain.model.conformance.trials import refuse_idle_optimizer
 from hpctrain.model.mesh import Layout, layout_of, plan_of
-from hpctrain.plugins.blame import retell_plugin_error
+from hpctrain.model.parameters import build_optimizer
+from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.entry_points import entry_points
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import OPTIONAL
@@ -71,7 +77,7 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     if problems or job is None:
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
-    outline = build_outline(parts.model, problems, tries, registry)
+    outline = _outline_of(parts.model, problems, tries, registry)
     try:
         plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
         problems += combination_problems(job, parts, plan)
@@ -82,10 +88,50 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
         raise
     problems += plugin_problems(job, parts, plan, registry)
     if tries and not any(problem.key[0] == "optimizer" for problem in problems):
-        try_optimizer(parts.optimizer, problems, registry)
+        _try_optimizer(parts.optimizer, problems, registry)
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)
+
+
+def _outline_of(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, registry: Registry) -> nn.Module | None:
+    """The model's modules, on the meta device where they can be built there.
+
+    tries: build the user's own model, too; else the result is None for it.
+    """
+    try:
+        if isinstance(spec, MetaModel):
+            return build_on_meta(spec)
+        if tries:
+            return _built(spec)
+    except HpctrainError as error:
+        problems.append(PlacedProblem(("model", "name"), str(error), error.exit_code))
+    except Exception as error:  # a third party's code: the report names it
+        why = f"[model] name = {spec.name!r}: {raised_in(error, registry)}"
+        problems.append(PlacedProblem(("model", "name"), why, EXIT_TRAINING))
+    return None
+
+
+def _built(spec: ModelSpec) -> nn.Module:
+    """The module on the meta device; with values, as a rank builds it, if the model's code can't build it there."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return build_on_meta(spec)
+        except HpctrainError:
+            return spec.build()
+
+
+def _try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
+    """Build an optimizer for one parameter, and let it step."""
+    try:
+        build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        refuse_idle_optimizer(optimizer, partial(build_optimizer, optimizer))
+    except HpctrainError as error:
+        if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
+            problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))
+    except Exception as error:  # a third party's code: the report names it
+        why = f"[optimizer] name = {optimizer.name!r}: {raised_in(error, registry)}"
+        problems.append(PlacedProblem(("optimizer", "name"), why, EXIT_TRAINING))
 
 
 def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[PlacedProblem]) -> Layout | None:

@@ -18,8 +18,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
 
     If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
-    from hpctrain.checking.full_check import check_thoroughly, sizes
-    from hpctrain.checking.trial import notes
+    from hpctrain.checking.full_check import check_thoroughly, notes, sizes
     from hpctrain.job.reading import read_job
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.plugins.commands import OfferedCommand, offers
+from hpctrain.plugins.entry_points import OfferedCommand, offers
 
 _LONGEST_LINE = 1000
 """Characters of a command's description in the help, which wraps them: no description is cut."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.commands import OfferedCommand
-from hpctrain.plugins.entry_points import COMMAND
+from hpctrain.plugins.entry_points import COMMAND, OfferedCommand
 from hpctrain.plugins.registry import Registry
 
 

@@ -13,7 +13,7 @@ from hpctrain.toolkit.commands import hookimpl
 
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
-    from hpctrain.plugins.commands import OfferedCommand
+    from hpctrain.plugins.entry_points import OfferedCommand
     from hpctrain_tools.listing import Listed
 
 
@@ -64,7 +64,7 @@ def show(registry: object, slot: str, name: str) -> None:
 
 def _offers(ctx: click.Context) -> list[OfferedCommand]:
     """The commands that plugins add, to any group."""
-    from hpctrain.plugins.commands import GROUPS
+    from hpctrain.plugins.entry_points import GROUPS
 
     first = ctx.find_root().command
     assert isinstance(first, OpenGroup)
