@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import util
 
+__all__ = ["python_code", "python_module"]
+
 _AWAY = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
 """A statement that does what `-P` does, which Python has from 3.11 on."""
 _AS_MODULE = f"{_AWAY}del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"

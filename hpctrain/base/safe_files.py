@@ -17,6 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+__all__ = [
+    "closed_directory", "is_only_ours", "is_own_directory", "own_directory", "read_bytes",
+    "reading", "replacing", "scratch_directory", "temporary_place",
+]  # fmt: skip
+
 SMALL_BYTES = 16 * 2**20
 """Far more than a list of names or a resolved job needs."""
 _UNMAPPED = 65534

@@ -39,10 +39,10 @@ class LifeCycle:
         self._sources = {source.key: str(source) for source in registry.sources}
         self._steps, self._later = 0, list[tuple[int, object]]()
         """Steps of this run so far; parts of the run that join later, and when."""
-        profilers = [] if profiler is None else [profiler]
-        self._chosen: Sequence[Hook] = [*hooks, *profilers]
-        self._started = [self._start(registry, f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
-        self._started += [self._start(registry, "[profile]", "profile", one) for one in profilers]
+        chosen = [(f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
+        chosen += [] if profiler is None else [("[profile]", "profile", profiler)]
+        self._chosen = [hook for _, _, hook in chosen]
+        self._started = [self._start(registry, *hook) for hook in chosen]
         self._look()
 
     def _look(self) -> None:

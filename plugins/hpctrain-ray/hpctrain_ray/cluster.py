@@ -24,16 +24,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.toolkit.commands import (
-    EnvironmentUnfitError,
-    UsageError,
-    closed_directory,
-    own_directory,
-    python_code,
-    python_module,
-    reason,
-    replacing,
-)
+from hpctrain.base.child_python import python_code, python_module
+from hpctrain.base.safe_files import closed_directory, own_directory, replacing
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, reason
 
 _COUNT = """
 import logging, ray

@@ -10,7 +10,8 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, is_only_ours, reading, reason, temporary_place
+from hpctrain.base.safe_files import is_only_ours, reading, temporary_place
+from hpctrain.toolkit.commands import EnvironmentUnfitError, reason
 
 NAMESPACE = "hpctrain"
 _SECONDS = 10.0

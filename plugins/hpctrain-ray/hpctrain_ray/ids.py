@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from hpctrain.toolkit.commands import UsageError, read_bytes, replacing
+from hpctrain.base.safe_files import read_bytes, replacing
+from hpctrain.toolkit.commands import UsageError
 
 _ENDED = "ray.ended.json"
 _STOPPED = "ray.stopped"

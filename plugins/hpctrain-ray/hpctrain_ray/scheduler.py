@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.api import JobState, Launch, Plan, Problem, Scheduler, UsageError, hookimpl
-from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, python_module
+from hpctrain.base.child_python import python_module
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE
 from hpctrain.toolkit.scripts import quoted
 from hpctrain_ray.ids import JobId, read_end
 from hpctrain_ray.options import RayOptions

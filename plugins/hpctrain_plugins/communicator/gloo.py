@@ -71,7 +71,7 @@ def _without_tls(tls: TLS) -> str | None:
             "[communicator] tls: an earlier job of this process used gloo without TLS, and gloo reads its settings once; start "
             "this job in a new process"
         )
-    from hpctrain.toolkit.commands import python_code  # here: it loads the commands
+    from hpctrain.base.child_python import python_code
 
     environment = {**os.environ, **tls.variables()}
     try:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from hpctrain.base.child_python import python_module
 from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
-from hpctrain.toolkit.commands import UsageError, python_module, say
+from hpctrain.toolkit.commands import UsageError, say
 
 _TIME_LIMIT = 900
 

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from hpctrain.base.launcher_variables import launched
-from hpctrain.toolkit.commands import scratch_directory, set_option
+from hpctrain.base.safe_files import scratch_directory
+from hpctrain.toolkit.commands import set_option
 from hpctrain_tools.bench import start_measuring
 from hpctrain_tools.bench.tables import SCRATCH
 

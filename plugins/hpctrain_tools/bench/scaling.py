@@ -12,7 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, python_module
+from hpctrain.base.child_python import python_module
+from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError
 
 _LIMIT = 1000.0
 """Seconds of a measurement, which has a limit of its own."""

@@ -9,7 +9,8 @@ import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from hpctrain.base.launcher_variables import launched
-from hpctrain.toolkit.commands import UsageError, closed_directory, example, hookimpl
+from hpctrain.base.safe_files import closed_directory
+from hpctrain.toolkit.commands import UsageError, example, hookimpl
 from hpctrain_tools.bench import start_measuring, tell_measured
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, replacing, say
+from hpctrain.base.safe_files import replacing
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, say
 
 _FORMATS = ("html", "markdown", "json")
 

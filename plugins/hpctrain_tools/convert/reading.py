@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from hpctrain.api import UsageError, reason
-from hpctrain.toolkit.commands import escaped, read_bytes
+from hpctrain.base.safe_files import read_bytes
+from hpctrain.toolkit.commands import escaped
 
 _MOST_BYTES = 2**22
 _LOOSE = re.compile(

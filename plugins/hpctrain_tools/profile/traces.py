@@ -14,7 +14,8 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from hpctrain.toolkit.commands import UsageError, escaped, is_own_directory, read_bytes, reading, reason
+from hpctrain.base.safe_files import is_own_directory, read_bytes, reading
+from hpctrain.toolkit.commands import UsageError, escaped, reason
 from hpctrain_tools.profile.layout import FOLDER, INDEX, TRACE
 
 _PIECE = 2**20

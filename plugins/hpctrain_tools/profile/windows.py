@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.api import Identity, Job, LiveModel, Membership, Request, UsageError, hookimpl, make_directory, reason
-from hpctrain.toolkit.commands import closed_directory
+from hpctrain.base.safe_files import closed_directory
 from hpctrain_tools.profile.clocks import clock_offset
 from hpctrain_tools.profile.gathering import Share, gather
 from hpctrain_tools.profile.layout import FOLDER, REQUEST

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpctrain.toolkit.commands import UsageError, read_bytes, reason
+from hpctrain.base.safe_files import read_bytes
+from hpctrain.toolkit.commands import UsageError, reason
 
 _Bytes = Annotated[int, Field(ge=0, le=2**63)]
 

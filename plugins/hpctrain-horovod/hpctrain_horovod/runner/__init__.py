@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpctrain.toolkit.commands import python_module, scratch_directory
+from hpctrain.base.child_python import python_module
+from hpctrain.base.safe_files import scratch_directory
 
 FUNCTION, RESULT = "function", "result"
 """Files of a run's directory: the function with its arguments, and RESULT.N, what rank N returned."""

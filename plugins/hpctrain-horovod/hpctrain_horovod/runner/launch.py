@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from hpctrain.toolkit.commands import python_module
+from hpctrain.base.child_python import python_module
 
 
 def run_commandline() -> NoReturn:
