@@ -90,7 +90,9 @@ class Bench:
         """A step of hpctrain, which returns its loss."""
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
-        session = assemble(Start(self._world, checked, self.device, hooks, "never"))
+        start = Start(self._world.identity, self._world.channel, lambda: checked.raw, "never")
+        start.world, start.checked, start.device, start.hooks = self._world, checked, self.device, hooks
+        session = assemble(start)
         loader, stop = session.feed.training_loader(session.progress), StopRequest()
         return lambda: float(train_step(session, loader, stop)[0]["loss"])
 
