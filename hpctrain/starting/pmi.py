@@ -22,6 +22,8 @@ from contextlib import suppress
 from hpctrain.base.launcher_variables import RankNumbers, without_launchers
 from hpctrain.base.transports import ADDED, shared_memory
 
+__all__ = ["PmiBoard", "PmiRelay"]
+
 FD_VARIABLE = "PMI_FD"
 """Names the descriptor over which a rank speaks with the server."""
 _LONGEST = 2**16

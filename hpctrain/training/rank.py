@@ -20,8 +20,8 @@ from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
+from hpctrain.plugins.blame import retell_model_error
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
@@ -35,6 +35,8 @@ from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
 from hpctrain.training.start import ANSWERING, TRAINING, started
+
+__all__ = ["run"]
 
 
 def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:

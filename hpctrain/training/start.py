@@ -30,9 +30,8 @@ from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import try_communicator
-from hpctrain.plugins.blame import retell_plugin_error
+from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.ranks.accelerators import agree_on_communicator
 from hpctrain.ranks.binding import bound

@@ -13,7 +13,6 @@ from typing import Any
 from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
@@ -22,6 +21,7 @@ from hpctrain.ranks.meeting import World, start_communication, take_device
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain_tools.doctor import communication, directory, launch, node
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
+from hpctrain_tools.doctor.variables import settings
 
 _MEETING = timedelta(seconds=120)
 """Shorter than a job's: nobody waits for data or a queue here."""
