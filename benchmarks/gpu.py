@@ -43,6 +43,7 @@ from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step
 from hpctrain.training.progress import Progress
+from hpctrain.training.step import Steps
 from hpctrain.training.start import Start
 
 SIZES: dict[str, dict[str, int]] = {
@@ -91,8 +92,9 @@ class Bench:
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
         session = assemble(Start(self._world, checked, self.device, hooks, "never"))
-        loader, stop = session.feed.training_loader(session.progress), StopRequest()
-        return lambda: float(train_step(session, loader, stop)[0]["loss"])
+        steps = Steps(session, StopRequest())
+        steps.open()
+        return lambda: train_step(steps)[1].figures.loss
 
     def plain(self, compiled: bool) -> Callable[[], float]:
         """A step of a loop written with torch alone, which returns its loss."""

@@ -94,8 +94,9 @@ def restore(session: Session, resume: str) -> None:
 
 
 def roll_back(session: Session) -> None:
-    """Restore the newest checkpoint, all but the place in the data. Raises CheckpointError if it has gone bad."""
-    model = session.model
+    """Make model, optimizer and state of plugins those of the newest checkpoint; the samples go on. Raises CheckpointError if it
+    has gone bad."""
+    model, progress = session.model, session.progress
     for one in session.models:
         one.optimizer = one.new_optimizer()
         create_state(one.optimizer)
@@ -106,8 +107,11 @@ def roll_back(session: Session) -> None:
     assert restored is not None  # a path is given
     _check_values(restored)
     loss = restored.values.get("loss")
-    session.progress.go_back(restored.step, math.nan if loss is None else loss)
+    progress.go_back(restored.step, math.nan if loss is None else loss)
     _take_over(session, restored, pieces, states)
+    if session.job.job.epochs is not None:
+        progress.steps = progress.step + session.feed.steps_from(progress.samples_seen)
+    session.report.go_back(session.job.output_dir, session.parts.loggers, progress.step)
 
 
 def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored | None:
