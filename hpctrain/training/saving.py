@@ -22,7 +22,6 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
-from hpctrain.training.kernels import save_kernels
 from hpctrain.training.model_state import optimizer_to_save, pieces_to_save, state_of_model, values_to_save
 from hpctrain.training.session import Session
 
@@ -68,8 +67,6 @@ def _try_to_save(session: Session, final: bool, excused: bool) -> bool:
         session.deadline.save_begins()
         with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
             save(session, final)
-        if session.job.compile.enabled:
-            save_kernels(session.job.output_dir)
         if final or not session.job.checkpoint.asynchronous:
             session.deadline.saved()
         return True

@@ -48,7 +48,6 @@ from hpctrain.ranks.watchdog.blocks import parted_in_failure
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.determinism import deterministic
-from hpctrain.training.kernels import load_kernels
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
 
@@ -188,8 +187,6 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
             if checked.job.compile.enabled:
                 refuse_shared_caches()
-            if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
-                _say(identity, "compile", "with the kernels that an earlier start has made")
             try:
                 yield checked, device, hooks, binding
             except BaseException:
