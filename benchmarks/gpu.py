@@ -43,8 +43,8 @@ from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step
 from hpctrain.training.progress import Progress
-from hpctrain.training.step import Steps
 from hpctrain.training.start import Start
+from hpctrain.training.step import Steps
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},

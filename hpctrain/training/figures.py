@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -13,12 +13,14 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.guard.judging import StepFigures
+from hpctrain.training.meters.meters import MeterFigures
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
 T = TypeVar("T")
 _LEFT_OUT: Any = 0.0
 _NONE: Any = ()
+_UNMEASURED = MeterFigures()
 
 _ALIKE = 1e-3
 """The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
@@ -59,7 +61,7 @@ class RankFigures(Generic[T]):
     replicas: Sequence[T] = _NONE
     """Replicas.glance of each model."""
 
-    of_meters: Sequence[T] = _NONE
+    of_meters: MeterFigures = _UNMEASURED
     """Meters.figures."""
 
     of_runner: Sequence[T] = _NONE
@@ -73,14 +75,24 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
-        mine = [getattr(self, one.name) for one in fields(self)]
-        values = [one for value in mine for one in (value if isinstance(value, Sequence) else [value])]
-        records = []
-        for row in gather(values):
-            left = iter(row)
-            own: list[Any] = [list(islice(left, len(one))) if isinstance(one, Sequence) else next(left) for one in mine]
-            records.append(RankFigures[float](*own))
-        return records
+        return [_filled(self, iter(row)) for row in gather(list(_numbers(self)))]
+
+
+def _numbers(figures: Any) -> Iterator[Any]:
+    """The numbers of a dataclass, in the order of its fields."""
+    if is_dataclass(figures):
+        for one in fields(figures):
+            yield from _numbers(getattr(figures, one.name))
+    else:
+        yield from figures if isinstance(figures, Sequence) else [figures]
+
+
+def _filled(like: Any, numbers: Iterator[float]) -> Any:
+    """The same dataclass of other numbers."""
+    if is_dataclass(like):
+        kind: Any = type(like)
+        return kind(*(_filled(getattr(like, one.name), numbers) for one in fields(like)))
+    return list(islice(numbers, len(like))) if isinstance(like, Sequence) else next(numbers)
 
 
 def figures_of_update(

@@ -25,9 +25,11 @@ from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.figures import RankFigures
-from hpctrain.training.guard.judging import StepFigures, Verdict
-from hpctrain.training.guard_actions import act
+from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples
+from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
 from hpctrain.training.metrics import Figure, Moment, OwnRow, StepRow
+from hpctrain.training.restoring import roll_back
+from hpctrain.training.saving import finish_saving
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
@@ -200,14 +202,44 @@ class Steps:
         return row, remark
 
     def act(self, updates: Iterable[Update]) -> bool:
-        """Do what the guards have decided on these updates; whether the training went back to a checkpoint."""
+        """Warn, skip, roll back or stop as the guards have decided on these updates, after the step was reported; whether the
+        training went back to a checkpoint. Raises TrainingError where it stops."""
         for update in updates:
-            if update.verdict is not None and act(
-                self.session, update.model, update.verdict, self._micro_batches, self._loader
-            ):
+            if update.verdict is not None and self._act(update.model, update.verdict):
                 self._load_from_here()
                 return True
         return False
+
+    def _act(self, model: TrainedModel, verdict: Verdict) -> bool:
+        session, step, samples = self.session, verdict.figures.step, None
+        if verdict.cause == "non_finite" and self._loader is not None:
+            samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
+        why = _reasons(session, model, verdict, samples)
+        if verdict.action in ("warn", "skip"):
+            left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
+            session.report.say(f"guard        step {step}{left_out}: {why}")
+            return False
+        finish_saving(session, excused=True)
+        newest = session.saved.newest
+        if verdict.action == "rollback" and newest is not None and session.model.guard.may_go_back_to(newest):
+            roll_back(session)
+            session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")
+            return True
+        remedy = remedy_for(verdict, newest is not None, samples is not None)
+        raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})", everywhere=True)
+
+
+def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:
+    """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
+    if verdict.cause == "oom":
+        lacks = gather_values((session.identity.node, model.runner.out_of_memory))
+        return ", ".join(
+            f"rank {rank} on {node} ran out of memory: {why}" for rank, (node, why) in enumerate(lacks) if why
+        )
+    if verdict.cause == "loss_spike":
+        return verdict.said
+    clauses = [verdict.said, *([samples] if samples else [])]
+    return "; ".join([*clauses, first_nonfinite(model, verdict.figures.losses, session.identity)])
 
 
 def start_hooks(session: Session) -> None:
