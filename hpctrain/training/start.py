@@ -46,7 +46,6 @@ from hpctrain.ranks.watchdog.blocks import parted_in_failure
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.determinism import deterministic
-from hpctrain.training.kernels import load_kernels
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
 
@@ -193,8 +192,6 @@ def communicate(start: Start) -> None:
     if job.compile.enabled:
         refuse_shared_caches()
         undo.callback(torch.compiler.reset)  # else it would treat this job's and the next job's shapes as one model's
-        if load_kernels(job.output_dir):
-            start.say("compile", "with the kernels that an earlier start has made")
     if binding.told:
         start.say("cores", binding.told)
 
