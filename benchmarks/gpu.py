@@ -44,6 +44,7 @@ from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step
 from hpctrain.training.progress import Progress
 from hpctrain.training.start import Start
+from hpctrain.training.step import Steps
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},
@@ -90,9 +91,12 @@ class Bench:
         """A step of hpctrain, which returns its loss."""
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
-        session = assemble(Start(self._world, checked, self.device, hooks, "never"))
-        loader, stop = session.feed.training_loader(session.progress), StopRequest()
-        return lambda: float(train_step(session, loader, stop)[0]["loss"])
+        start = Start(self._world.identity, self._world.channel, lambda: checked.raw, "never")
+        start.world, start.checked, start.device, start.hooks = self._world, checked, self.device, hooks
+        session = assemble(start)
+        steps = Steps(session, StopRequest())
+        steps.open()
+        return lambda: train_step(steps)[1].figures.loss
 
     def plain(self, compiled: bool) -> Callable[[], float]:
         """A step of a loop written with torch alone, which returns its loss."""

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 import hpctrain
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.training.meters.meters import Meters
+from hpctrain.training.meters.meters import MeterFigures, Meters
 from hpctrain.training.metrics import MeasuredRow, OwnRow
 from hpctrain.training.report import Report
 
@@ -41,11 +41,11 @@ class Turns:
         """Stand between the loop and its meters."""
         turns = self
 
-        def figures(meters: Meters, micro_batches: Sequence[MicroBatch]) -> list[float]:
+        def figures(meters: Meters, micro_batches: Sequence[MicroBatch]) -> MeterFigures:
             begin = time.perf_counter()
             found = turns._figures(meters, micro_batches)
             turns.own.append(time.perf_counter() - begin)
-            return found if turns.is_on else [0.0] * len(found)
+            return found if turns.is_on else MeterFigures()
 
         def row(meters: Meters, *arguments: Any) -> MeasuredRow:
             begin = time.perf_counter()

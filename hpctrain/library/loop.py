@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,16 +23,14 @@ from hpctrain.contracts.parallelism import AppliedAxis
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
-from hpctrain.library.graph import parameters_behind, refuse_strangers
+from hpctrain.library.gradients import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
 from hpctrain.library.kept import changes_told, frozen_state, kept_state
 from hpctrain.library.module import OwnModule, own
 from hpctrain.library.optimizer import OwnOptimizer
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
-from hpctrain.library.steps import Step, Steps
+from hpctrain.library.steps import OwnSteps, Step
 from hpctrain.library.trained import Trained
-from hpctrain.library.updates import Updates
-from hpctrain.library.values import gathered, reduced
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
 from hpctrain.ranks import prints
@@ -39,7 +38,7 @@ from hpctrain.ranks.detection import detect
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
-from hpctrain.training.start import Start, started
+from hpctrain.training.start import TRAINING, Start, started
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def own_loop(
     identity = detect()
     with (
         job_of_python(job_tables(job, tables, identity.size), "hpctrain.own_loop") as raw,
-        started(identity, lambda: raw, resume, own_channel()) as start,
+        started(identity, lambda: raw, own_channel(), TRAINING, resume) as start,
         start.alarmed(),
     ):
         loop, leaving = Loop(start), None
@@ -92,10 +91,8 @@ class Loop:
         """All that were set up, by their names."""
         self._opened = (0, 0)
         """The step whose parameters the program has opened last, and how often before in it."""
-        self._of: dict[str, CheckedJob] = {}
         self._kept: dict[str, Any] = {}
-        self._steps: Steps | None = None
-        self._updates = Updates(self._agreement)
+        self._steps: OwnSteps | None = None
 
     @property
     def rank(self) -> int:
@@ -192,11 +189,10 @@ class Loop:
         made = build(self._start, checked)
         made.refuse_optimizer()
         by_job = "schedule" in {**self._start.checked.raw.tables, **tables}
-        trained = Trained(name, made, by_job)
-        self._trained[name], self._of[name] = trained, checked
+        trained = self._trained[name] = Trained(name, made, by_job, self._agreement)
         self._models[name] = LaidOut(name, made.sharded, made.meshes, trained)
         module = self._module(name, made.module, made.axes, checked, trained, methods)
-        return module, OwnOptimizer(trained, self._update)
+        return module, OwnOptimizer(trained)
 
     def _module(
         self,
@@ -270,7 +266,7 @@ class Loop:
             one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)
         ]
         states += [changes_told(frozen)] if frozen else []
-        self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
+        self._steps = OwnSteps(self._start, self._trained, states, self._agreement)
         yield from self._steps
 
     def backward(self, loss: Tensor, divisor: float | None = None, **named: Any) -> None:
@@ -288,20 +284,26 @@ class Loop:
                 "backward: the loss has no gradient, expected one that follows from trained parameters; look for detach(), item() "
                 "or no_grad between a model's outputs and the loss"
             )
-        if self._steps is None:
-            raise UsageError("backward: the loop has no step yet; expected it inside of `for step in loop.steps()`")
-        if self._steps.is_last:
+        steps, models = self._begun("backward"), self._trained.values()
+        if steps.is_last:
             self._agreement.on(BACKWARD, self.step)
-        parts = self._steps.parts_of_batch
-        share = 1 / self._steps.micro_batches if divisor is None else parts / self._steps.micro_batches / divisor
-        scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
-        behind = parameters_behind(loss) if self._steps.is_first else []
-        with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):
-            (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
-        refuse_strangers(behind, [one.model.module for one in self._trained.values()])
-        for trained in self._trained.values():
-            trained.refuse_strays()
-        self._updates.backwarded(self._trained.values(), loss.detach() * share)
+        parts = steps.parts_of_batch
+        share = 1 / steps.dealt if divisor is None else parts / steps.dealt / divisor
+        scale = max(one.model.scaler.scale for one in models)
+        behind = parameters_behind(loss) if steps.is_first else []
+        with self._start.hooks.phase("backward", self.step):
+            for one in models:
+                one.backwarding()
+            try:
+                (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
+            finally:
+                for one in models:
+                    one.backward_runs = False
+        refuse_strangers(behind, [one.model.module for one in models])
+        for one in models:
+            one.refuse_strays()
+        for one in models:
+            one.backwarded(loss.detach() * share)
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
         """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
@@ -310,7 +312,7 @@ class Loop:
             raise UsageError(
                 "clip_grad_norm_: found a model that is not trained here, expected one that setup returned"
             )
-        return self._updates.clip(held.trained, max_norm)
+        return held.trained.clip(max_norm)
 
     @contextmanager
     def parameters(self, model: OwnModule, names: str = "*", whole: bool = True) -> Iterator[Parameters]:
@@ -373,31 +375,39 @@ class Loop:
     def _held(self, module: Any) -> LaidOut | None:
         return next((one for one in self._models.values() if one.sharded.module is module), None)
 
-    def _update(self, trained: Trained) -> None:
-        self._updates.step(trained)
+    def _begun(self, method: str) -> OwnSteps:
+        if self._steps is None:
+            raise UsageError(f"{method}: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        return self._steps
 
     def log(self, **values: float | Tensor) -> None:
         """Add numbers to the row of this step's metrics: each is the mean over the ranks."""
-        if self._steps is None:
-            raise UsageError("log: the loop has no step yet; expected it inside of `for step in loop.steps()`")
-        self._steps.log(values)
+        self._begun("log").log(values)
 
     def save(self) -> None:
         """Save this step when it ends, whatever [checkpoint] says; `checkpoint` is complete when the next step begins.
 
         A save that fails ends the training. One rank's call is enough.
         """
-        if self._steps is None:
-            raise UsageError("save: the loop has no step yet; expected it inside of `for step in loop.steps()`")
-        self._steps.saves = True
+        self._begun("save").saves = True
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The ranks' tensors of one shape (rows, ...), one after the other: (world_size * rows, ...). Collective."""
-        return gathered(tensor)
+        mine = tensor.detach().contiguous()
+        mine = mine[None] if mine.dim() == 0 else mine
+        everyone = mine.new_empty(self.world_size * mine.shape[0], *mine.shape[1:])
+        dist.all_gather_single(everyone, mine)
+        return everyone
 
     def reduce(self, tensor: Tensor, reduction: str = "mean") -> Tensor:
         """The "sum" or "mean" of the ranks' tensors. Collective."""
-        return reduced(tensor, reduction)
+        if reduction not in ("sum", "mean"):
+            raise UsageError(f'reduce: found reduction = {reduction!r}, expected "sum" or "mean"')
+        total = tensor.detach().clone()
+        if reduction == "mean" and not (total.is_floating_point() or total.is_complex()):
+            total = total.float()
+        dist.all_reduce(total)
+        return total / self.world_size if reduction == "mean" else total
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches of the validation data, as many on every rank: where `counts` is false, one fills up for
@@ -416,17 +426,18 @@ class Loop:
         if self._steps is not None:
             self._steps.leave()
         self._agreement.on(END_OF_LOOP, self.step)
-        if self._steps is None:
-            return EXIT_DONE
         code = EXIT_DONE
         if self.stopped:
             code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED
-        self._steps.end(code)
+        if self._steps is not None:
+            self._steps.finish(code)
         return code
 
     def close(self) -> None:
         """End background work."""
         if self._steps is not None:
             self._steps.close()
-        for trained in self._trained.values() if self._steps is None else ():
-            trained.model.sums.close()
+            self._steps.session.close()
+        else:
+            for trained in self._trained.values():
+                trained.model.sums.close()

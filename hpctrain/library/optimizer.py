@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from hpctrain.library.trained import Trained
 class OwnOptimizer(torch.optim.Optimizer):
     """Steps over the pieces of the model that this rank holds. `step` is collective."""
 
-    def __init__(
-        self, trained: Trained, update: Callable[[Trained], None]
-    ) -> None:  # not torch's: it has no parameters of its own
-        self._trained, self._update = trained, update
+    def __init__(self, trained: Trained) -> None:  # not torch's: it has no parameters of its own
+        self._trained = trained
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -42,7 +39,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         """Unscale, judge, clip and update, on all ranks or on none. Collective."""
         if closure is not None:
             raise UsageError("step: found a closure, which evaluates the model several times a step; expected none")
-        self._update(self._trained)
+        self._trained.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: the next backward begins anew."""

@@ -1,9 +1,11 @@
-"""The gradients of one model of a program's loop: from its forwards over backwards to the optimizer's step."""
+"""One model of a program's loop: its gradients, from forwards over backwards to the optimizer's step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -13,9 +15,13 @@ from torch import Tensor, nn
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.library.agreement import Agreement
 from hpctrain.library.gradients import Gradients
-from hpctrain.training.session import Session
-from hpctrain.training.trained_model import TrainedModel
+from hpctrain.training.figures import RankFigures, figures_of_update
+from hpctrain.training.guard.judging import StepFigures, Verdict
+from hpctrain.training.metrics import Figure
+from hpctrain.training.step import Steps, Update
+from hpctrain.training.trained_model import TrainedModel, clip
 
 _BITS = 48
 """Numbers of as many bits are exact in float64."""
@@ -37,14 +43,15 @@ class _Used:
 
 
 class Trained:
-    """A model that is trained, as torch's `backward`, `zero_grad` and `step` have it: gradients add up until `zero_grad`.
+    """A model that is trained, as torch's `backward`, `zero_grad` and `step` have it: gradients add up until `zero_grad`."""
 
-    losses: the sum of the losses whose backwards have reached it since then, each over the number of micro batches.
-    """
-
-    def __init__(self, name: str, model: TrainedModel, follows_schedule: bool) -> None:
+    def __init__(self, name: str, model: TrainedModel, follows_schedule: bool, agreement: Agreement) -> None:
         """follows_schedule: whether the job sets the learning rate, not the program."""
         self.name, self.model, self.follows_schedule = name, model, follows_schedule
+        self._agreement, self._number = agreement, agreement.name(name)
+        self.steps: Steps | None = None
+        """The loop's, once they have begun."""
+        self.begin_step()
         parameters = dict(model.module.named_parameters())
         self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
         """The trained parameters."""
@@ -57,8 +64,8 @@ class Trained:
         self._versions: list[tuple[str, nn.Parameter, int]] = []
         """Parameters that a strategy has gathered for the backward that follows, as the forward has left them."""
         model.sharded.watch(self._used)
-        self.session: Session | None = None
-        self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
+        """The sum of the losses whose backwards have reached it since `zero_grad`, each over the number of micro batches."""
         self._open = self._reached = self._pending = self._summed = False
         self._unused = False
         """Whether there are summed gradients that no update has used."""
@@ -69,6 +76,15 @@ class Trained:
         """Gradients of earlier backwards, which a forward has put aside."""
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
+
+    def begin_step(self) -> None:
+        """A step of the loop begins."""
+        self.update: Update | None = None
+        """The step's update so far."""
+        self.is_finite = True
+        """Whether its gradients were finite so far."""
+        self._clipped: StepFigures | None = None
+        """Figures of gradients that the program has had clipped."""
 
     def forwarding(self, step: int, last: bool) -> None:
         """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward.
@@ -127,18 +143,19 @@ class Trained:
             )
         self._reached = True
 
-    def backwarded(self) -> bool:
-        """A backward is over; whether it has reached the model. Then it is collective at the step's last micro batch."""
+    def backwarded(self, loss: Tensor) -> None:
+        """A backward of `loss` is over. If it has reached the model, it is collective at the step's last micro batch."""
         self.backward_runs = self._used.is_expected = False
         if not self._reached:
-            return False
+            return
         self._open = self._reached = self._differentiates = False
         self._pending = True
         if self._last:
             self._sum()
         else:
             self._gradients.show_pending(self._used.names)
-        return True
+        self._losses += loss
+        self._clipped = None
 
     def _sum(self) -> None:
         self._gradients.resume()
@@ -228,7 +245,7 @@ class Trained:
         if self._summed:
             self._gradients.show()
 
-    def leave_idle(self) -> None:
+    def _leave_idle(self) -> None:
         """Keep the optimizer from parameters that the program has frozen for a while, and from those that no rank has used: torch
         leaves alone what has no gradient."""
         left = {name for name, one in self._whole.items() if not one.requires_grad} | self._idle
@@ -236,16 +253,53 @@ class Trained:
             if piece.name in left:
                 piece.tensor.grad = None
 
-    def updated(self) -> None:
-        """The optimizer has used the gradients, or the ranks have left them out."""
+    def clip(self, limit: float) -> float:
+        """Clip the gradients; returns their norm before. Collective."""
+        gradients = self.summed_gradients()
+        self._clipped = self._figures(gradients)
+        clip(gradients, self._clipped.norm, limit)
+        return self._clipped.norm
+
+    def step(self) -> None:
+        """Judge, clip and update, on all ranks or on none. Collective."""
+        if self.steps is None:
+            raise TrainingError("step: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        gradients = self.summed_gradients()
+        self.model.sharded.adopt()
+        clipped, self._clipped = self._clipped, None
+        figures = clipped or self._figures(gradients)
+        self._leave_idle()
+        update = self.steps.update(
+            self.model, gradients, figures, clips=clipped is None, sets_rate=self.follows_schedule
+        )
         self._unused = False
+        self.is_finite = self.is_finite and math.isfinite(figures.norm)
+        if self.update is not None:  # the step's verdict is the strictest one
+            strictest = max(self.update.verdict, update.verdict, key=_strictness)
+            update = replace(update, verdict=strictest, taken=update.taken and self.update.taken)
+        self.update = update
+
+    def _figures(self, gradients: list[Tensor]) -> StepFigures:
+        """Tell all ranks this one's loss and norm."""
+        assert self.steps is not None
+        session, model = self.steps.session, self.model
+        mine = RankFigures[Figure](
+            loss=self._losses * model.loss_share,
+            terms=model.loss_share,
+            square=model.totals.square(gradients),
+            route=model.route(),
+            used=self.used_bits(),
+        )
+        ranks = mine.exchanged(partial(self._agreement.on, self._number, session.progress.step))
+        self.note_used([one.used for one in ranks])
+        return figures_of_update(session, model, ranks, sum(one.terms for one in ranks))
 
     def zero_grad(self) -> None:
         """Drop the gradients. Collective where micro batches have left some that are not summed yet."""
         self._kept = []
         self._used.names.clear()
         self._gradients.forget()
-        self.losses.zero_()
+        self._losses.zero_()
         if self._pending and self._open:
             self.model.sharded.restart(self._last)
             self._pending, self._unused = False, True
@@ -286,3 +340,7 @@ class Trained:
         """Bring what `note_rates` or a checkpoint has kept into the optimizer that trains now."""
         for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
             group.update(noted if self.follows_schedule else {**noted, "lr": rate})
+
+
+def _strictness(verdict: Verdict | None) -> int:
+    return -1 if verdict is None else ("warn", "skip", "rollback", "stop").index(verdict.action)

@@ -20,7 +20,6 @@ from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
-from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.look import is_compiled
@@ -36,7 +35,7 @@ from hpctrain.training.trained_model import TrainedModel
 
 def assemble(start: Start) -> Session:
     """The session that the loop works with. Collective."""
-    return complete(start, start.checked, build(start, start.checked))
+    return complete(start, build(start, start.checked))
 
 
 def build(start: Start, checked: CheckedJob) -> TrainedModel:
@@ -62,7 +61,6 @@ def build_frozen(start: Start, checked: CheckedJob) -> tuple[Built, Meshes]:
 
 def complete(
     start: Start,
-    checked: CheckedJob,
     model: TrainedModel,
     further: Mapping[str, TrainedModel] | None = None,
     states: Sequence[PluginState] = (),
@@ -74,31 +72,34 @@ def complete(
     further: other models of a program, by their names. states: what it keeps in checkpoints itself. reads: whether it takes the
     job's data. name: of the model among others.
     """
-    job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
+    job, parts, identity, device = model.job, model.parts, start.world.identity, start.device
     hooks, layout, meshes = start.hooks, layout_of(job, parts, identity.size), model.meshes
     report = Report(identity, start.world.channel, job.checkpoint.keep_best, start.begin)
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
     refuse_impure_schedule(parts.schedule, job.scheduled_epochs or feed.steps)
-    progress, guard = Progress(feed.steps), Guard(job.guard)
+    progress = Progress(feed.steps)
     meters = Meters(
         device, parts.precision, gather_values(identity.node), meshes.groups(),
         copies=identity.size // layout.data_ranks,
         countable=not (job.compile.enabled or is_compiled(model.module)),
         is_forward=lambda: hooks.position.phase.startswith("forward"),
     )  # fmt: skip
+    further = further or {}
+    replicas = [
+        Replicas(one.module, one.meshes, identity, one.job.guard.replica_check_every, its_name)
+        for its_name, one in [(name, model), *further.items()] if not one.parts.sharding.ranks_diverge
+    ]  # fmt: skip
     told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
     session = Session(
         job, parts, identity, device, layout, hooks, report, model, feed,
         store=open_store(job, parts, device),
-        guard=guard,
-        replicas=None if parts.sharding.ranks_diverge else Replicas(
-            model.module, meshes, identity, job.guard.replica_check_every, name),
+        replicas=replicas,
         deadline=deadline_of(job.job.time_limit, start.begin, identity),
-        states=[*guard.state(), *told, *states],
+        states=[*model.guard.state(), *told, *states],
         progress=progress, queries=start.queries,
-        meters=meters, further=further or {},
+        meters=meters, further=further,
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
         restore(session, start.resume)
@@ -114,8 +115,8 @@ def complete(
     if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
         report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; [model] "
                    "sync_batch_norm = true takes those of all ranks")  # fmt: skip
-    replicated = session.replicas is not None and session.replicas.exist()
-    if job.guard.replica_check_every and not replicated:
+    replicated = [one.exist() for one in replicas]
+    if job.guard.replica_check_every and not any(replicated):
         report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
     report.open(job.output_dir, parts.loggers, progress.step)
     return session

@@ -1,32 +1,26 @@
-"""The figures of a step that ranks exchange: losses, the gradient's norm, memory, times, requests to stop."""
+"""The figures that ranks exchange of a step: losses, the gradient's norm, memory, times, requests to stop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any, Generic, TypeVar
 
 from hpctrain.base.errors import shown
 from hpctrain.contracts.plugin import broken
-from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
-from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.guard.judging import StepFigures
-from hpctrain.training.metrics import Figure, gather_row
+from hpctrain.training.meters.meters import MeterFigures
 from hpctrain.training.session import Session
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from hpctrain.training.trained_model import TrainedModel
 
 T = TypeVar("T")
-Record = TypeVar("Record", bound="DataclassInstance")
+_LEFT_OUT: Any = 0.0
+_NONE: Any = ()
+_UNMEASURED = MeterFigures()
 
 _ALIKE = 1e-3
 """The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
@@ -34,111 +28,87 @@ _ALIKE = 1e-3
 
 @dataclass(frozen=True)
 class RankFigures(Generic[T]):
-    """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers."""
+    """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers.
 
-    loss: T
+    A step of `hpctrain run` has one exchange. A program's loop has one before each update and one at the end of the step: each
+    leaves out what belongs into the other. Sequences are as long on every rank.
+    """
+
+    loss: T = _LEFT_OUT
     """Sum of the rank's losses that no other rank counts."""
 
-    square: T
+    square: T = _LEFT_OUT
     """Sum of the squares of the rank's gradients; of replicas, where ranks hold parts, one rank counts them."""
 
-    out_of_memory: T
-    """1 if a forward or backward ran out of memory."""
-
-    terms: T
-    """Tokens or samples that the rank's losses are summed over; 0 where another rank counts them."""
-
-    stop: T
-    """The level of a request to stop, 0 for none."""
-
-    replica: T
-    """Replicas.glance."""
-
-    route: T
+    route: T = _LEFT_OUT
     """TrainedModel.route."""
 
-    request: T
+    out_of_memory: T = _LEFT_OUT
+    """1 if a forward or backward ran out of memory."""
+
+    terms: T = _LEFT_OUT
+    """Tokens or samples that the rank's losses are summed over, 1 for a program's mean; 0 where another rank counts them."""
+
+    stop: T = _LEFT_OUT
+    """The level of a request to stop, 0 for none."""
+
+    request: T = _LEFT_OUT
     """1 if another terminal has asked something of this rank."""
 
-    of_meters: Sequence[T]
+    saves: T = _LEFT_OUT
+    """1 if the program has asked for a checkpoint."""
+
+    replicas: Sequence[T] = _NONE
+    """Replicas.glance of each model."""
+
+    of_meters: MeterFigures = _UNMEASURED
     """Meters.figures."""
 
-    of_runner: Sequence[T]
-    """Runner.figures: as many on every rank."""
+    of_runner: Sequence[T] = _NONE
+    """Runner.figures."""
 
-    named_losses: Sequence[T]
-    """NamedLosses.figures: as many on every rank."""
+    named: Sequence[T] = _NONE
+    """NamedLosses.figures, or the numbers that a program has logged."""
 
-    def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
-        """Each rank's figures, equal on all ranks. Collective."""
-        mine: Any = self
-        return records_of_ranks(mine, lambda values: gather_row(values, device))
+    used: Sequence[T] = _NONE
+    """Trained.used_bits."""
 
-
-def records_of_ranks(mine: Record, gather: Callable[[list[Any]], Sequence[Sequence[float]]]) -> list[Record]:
-    """The records of all ranks: dataclasses of numbers, and of lists of them that are as long on every rank.
-
-    gather: tells all ranks this one's numbers.
-    """
-    given: list[Any] = [getattr(mine, one.name) for one in fields(mine)]
-    values = [one for value in given for one in (value if isinstance(value, Sequence) else [value])]
-    records = []
-    for row in gather(values):
-        left = iter(row)
-        records.append([list(islice(left, len(one))) if isinstance(one, Sequence) else next(left) for one in given])
-    return [type(mine)(*one) for one in records]
+    def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
+        """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
+        return [_filled(self, iter(row)) for row in gather(list(_numbers(self)))]
 
 
-def exchange_figures(
-    session: Session,
-    micro_batches: Sequence[MicroBatch],
-    loss_sum: Tensor,
-    gradients: list[Tensor],
-    stop: StopRequest,
-) -> list[RankFigures[float]]:
-    """Tell all ranks this one's loss, norm, memory and requests to stop. Here alone the loop waits for the device."""
-    model = session.model
-    lacks_memory = model.runner.out_of_memory is not None
-    measured = session.meters.figures(micro_batches)
-    with session.hooks.position.inside("exchange of figures", session.progress.step):
-        return RankFigures[Figure](
-            loss=loss_sum * model.loss_share,
-            square=model.totals.square(gradients),
-            out_of_memory=float(lacks_memory),
-            terms=sum(micro.terms for micro in micro_batches) * model.loss_share,
-            stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
-            replica=0.0 if session.replicas is None else session.replicas.glance(session.progress.step),
-            route=model.route(),
-            request=float(session.queries is not None and session.queries.has_request),
-            of_meters=measured,
-            of_runner=model.runner.figures(),
-            named_losses=model.named_losses.figures(whole=not lacks_memory),
-        ).exchanged(session.device)
+def _numbers(figures: Any) -> Iterator[Any]:
+    """The numbers of a dataclass, in the order of its fields."""
+    if is_dataclass(figures):
+        for one in fields(figures):
+            yield from _numbers(getattr(figures, one.name))
+    else:
+        yield from figures if isinstance(figures, Sequence) else [figures]
 
 
-def step_figures(
-    session: Session, ranks: Sequence[RankFigures[float]], count: int, trial: FirstStep | None
+def _filled(like: Any, numbers: Iterator[float]) -> Any:
+    """The same dataclass of other numbers."""
+    if is_dataclass(like):
+        kind: Any = type(like)
+        return kind(*(_filled(getattr(like, one.name), numbers) for one in fields(like)))
+    return list(islice(numbers, len(like))) if isinstance(like, Sequence) else next(numbers)
+
+
+def figures_of_update(
+    session: Session, model: TrainedModel, ranks: Sequence[RankFigures[float]], divisor: float
 ) -> StepFigures:
-    """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
-    session.model.refuse_other_routes([one.route for one in ranks])
+    """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises ContractError for different gradients,
+    TrainingError where ranks ran other blocks."""
+    model.refuse_other_routes([one.route for one in ranks])
     out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
     losses = [one.loss for one in ranks]
-    loss = math.nan if out_of_memory else sum(losses) / count
-    found = figures_of_all(session, loss, losses, [one.square for one in ranks], out_of_memory)
-    if trial is not None and math.isfinite(found.norm) and not session.parts.sharding.ranks_diverge:
-        trial.summed(found.norm, session.model.scaler.scale)
-    return found
-
-
-def figures_of_all(
-    session: Session, loss: float, losses: Sequence[float], squares: Sequence[float], out_of_memory: Sequence[int] = ()
-) -> StepFigures:
-    """The figures of an update. losses, squares: each rank's. Raises ContractError for different gradients."""
-    norms = session.model.totals.norms(squares)
+    norms = model.totals.norms([one.square for one in ranks])
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
-    if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
-        refuse_different_norms(session.parts, norms, session.model.scaler.scale)
-    overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
+    if math.isfinite(norm) and not model.parts.sharding.ranks_diverge:
+        refuse_different_norms(model.parts, norms, model.scaler.scale)
+    overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
+    loss = math.nan if out_of_memory else sum(losses) / divisor
     return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
 
 

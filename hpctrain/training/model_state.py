@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoint.state import (
@@ -26,6 +26,7 @@ from hpctrain.checkpoint.state import (
 from hpctrain.checkpoint.weights import PLUGIN
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
+from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -58,11 +59,49 @@ def optimizer_to_save(model: TrainedModel) -> tuple[torch.optim.Optimizer, dict[
     return optimizer, model.totals.merged({piece.name: True for piece in lacking if optimizer.state.get(piece.tensor)})
 
 
-def forget_idle(model: TrainedModel, idle: Collection[str]) -> None:
-    """Drop the state of parameters that the optimizer had not updated when it was saved."""
+_Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | bool | None
+
+
+class ModelValues(BaseModel):
+    """The small values of a model in a checkpoint."""
+
+    model_config = ConfigDict(strict=True)
+
+    precision: dict[str, Any]
+    optimizer_numbers: dict[str, dict[str, _Number]]
+    optimizer_groups: list[dict[str, _Number]] = []
+    optimizer_begun: bool = True
+    optimizer_idle: dict[str, bool] = {}
+    """Parameters that the optimizer had not updated yet."""
+    sharding: dict[str, Any] | None = None
+    """The strategy's own, where they are not kept among the plugins'."""
+
+
+def values_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, idle: dict[str, bool]) -> dict[str, Any]:
+    """The `ModelValues`. optimizer, idle: of `optimizer_to_save`. Collective."""
+    refuse_lossy_scaler(model.parts.precision, model.scaler)
+    numbers, groups = numbers_to_save(model, optimizer)
+    return {
+        "precision": model.scaler.state(),
+        "optimizer_numbers": model.totals.merged(numbers),
+        "optimizer_groups": groups,
+        "optimizer_begun": model.optimizer_begun,
+        "optimizer_idle": idle,
+    }
+
+
+def restore_model(model: TrainedModel, values: ModelValues, pieces: Sequence[Piece]) -> None:
+    """Take over the values; the pieces are filled already. Raises CheckpointError for values of another optimizer."""
+    model.scaler.restore(values.precision)
+    restore_quantized(model.pieces, model.optimizer, pieces)
+    restore_numbers(model.pieces, model.optimizer, values.optimizer_numbers)
+    restore_group_numbers(model.optimizer, model.group_options, values.optimizer_groups)
     for piece in model.pieces:
-        if piece.name in idle:
+        if piece.name in values.optimizer_idle:
             model.optimizer.state.pop(piece.tensor, None)
+    model.optimizer_begun = values.optimizer_begun
+    if not model.optimizer_begun:
+        model.optimizer = model.new_optimizer()
 
 
 def state_of_model(name: str, model: TrainedModel) -> PluginState:
@@ -71,44 +110,22 @@ def state_of_model(name: str, model: TrainedModel) -> PluginState:
     optimizer, idle = optimizer_to_save(model)
     own = model.sharded.state()
     pieces = pieces_to_save(model, optimizer, [] if own is None else [own])
-    return PluginState(
-        name, pieces, partial(_values, model, optimizer, idle, own), partial(_restore, name, model, pieces, own)
-    )
 
+    def values() -> dict[str, Any]:
+        return {**values_to_save(model, optimizer, idle), "sharding": None if own is None else own.values()}
 
-def _values(
-    model: TrainedModel, optimizer: torch.optim.Optimizer, idle: dict[str, bool], own: PluginState | None
-) -> dict[str, Any]:
-    numbers, groups = numbers_to_save(model, optimizer)
-    return {
-        "precision": model.scaler.state(),
-        "optimizer_numbers": model.totals.merged(numbers),
-        "optimizer_groups": groups,
-        "optimizer_begun": model.optimizer_begun,
-        "optimizer_idle": idle,
-        "sharding": None if own is None else own.values(),
-    }
+    def restore(saved: Mapping[str, Any]) -> None:
+        try:
+            read = ModelValues.model_validate(saved)
+        except ValidationError:
+            raise CheckpointError(
+                f"the checkpoint's values of the model {name!r} can't come from a training; choose another with --resume PATH"
+            ) from None
+        if own is not None and read.sharding is not None:
+            own.restore(read.sharding)
+        restore_model(model, read, pieces)
 
-
-def _restore(
-    name: str, model: TrainedModel, pieces: Sequence[Piece], own: PluginState | None, values: Mapping[str, Any]
-) -> None:
-    """Take over the values; the pieces are filled already."""
-    try:
-        model.scaler.restore(values["precision"])
-        if own is not None and values["sharding"] is not None:
-            own.restore(values["sharding"])
-        restore_quantized(model.pieces, model.optimizer, list(pieces))
-        restore_numbers(model.pieces, model.optimizer, values["optimizer_numbers"])
-        restore_group_numbers(model.optimizer, model.group_options, values["optimizer_groups"])
-        model.optimizer_begun = bool(values["optimizer_begun"])
-        forget_idle(model, values["optimizer_idle"])
-    except (KeyError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"the checkpoint's values of the model {name!r} can't come from a training; choose another with --resume PATH"
-        ) from None
-    if not model.optimizer_begun:
-        model.optimizer = model.new_optimizer()
+    return PluginState(name, pieces, values, restore)
 
 
 def refuse_absent(names: Sequence[str], absent: Sequence[str], path: object) -> None:

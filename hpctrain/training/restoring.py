@@ -6,33 +6,26 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
-from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS
 from hpctrain.checkpoint.state import (
     COMPRESSION,
     create_state,
-    restore_group_numbers,
-    restore_numbers,
-    restore_quantized,
 )
 from hpctrain.checkpoint.store import Restored
 from hpctrain.checkpoint.weights import PLUGIN, OtherModelError, refuse_other_source
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
-from hpctrain.training.model_state import forget_idle, numbers_to_save, pieces_to_save, refuse_absent
+from hpctrain.training.model_state import ModelValues, numbers_to_save, pieces_to_save, refuse_absent, restore_model
 from hpctrain.training.saving import as_typed, plugin_states
 from hpctrain.training.session import Session
 
 _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
 """The values that a resume needs."""
-
-
-_Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | bool | None
 
 
 class _ReaderPlace(BaseModel):
@@ -54,24 +47,17 @@ class _StreamPlaces(BaseModel):
     places: list[_ReaderPlace] = Field(min_length=1)
 
 
-class _Values(BaseModel):
+class _Values(ModelValues):
     """The values of a checkpoint that a resume uses."""
 
-    model_config = ConfigDict(strict=True)
-
     samples_seen: int = Field(ge=0, lt=2**63)
-    samples_before: int = Field(default=0, ge=0, lt=2**63)
+    samples_before: int | None = Field(default=None, ge=0, lt=2**63)
     steps: int | None = Field(default=None, ge=1, lt=2**63)
     fingerprint: str
-    precision: dict[str, Any]
-    optimizer_numbers: dict[str, dict[str, _Number]]
-    optimizer_groups: list[dict[str, _Number]] = []
-    optimizer_begun: bool = True
-    optimizer_idle: dict[str, bool] = {}
     loss: float | None = None
     evaluation_loss: float | None = None
-    evaluation_metrics: dict[str, float] = {}
-    plugins: dict[str, dict[str, Any]] = {}
+    evaluation_metrics: dict[str, float] = Field(default={})
+    plugins: dict[str, dict[str, Any]] = Field(default={})
     stream: _StreamPlaces | None = None
 
 
@@ -94,8 +80,9 @@ def restore(session: Session, resume: str) -> None:
 
 
 def roll_back(session: Session) -> None:
-    """Restore the newest checkpoint, all but the place in the data. Raises CheckpointError if it has gone bad."""
-    model = session.model
+    """Make model, optimizer and state of plugins those of the newest checkpoint; the samples go on. Raises CheckpointError if it
+    has gone bad."""
+    model, progress = session.model, session.progress
     for one in session.models:
         one.optimizer = one.new_optimizer()
         create_state(one.optimizer)
@@ -104,10 +91,12 @@ def roll_back(session: Session) -> None:
     pieces = together(world_group(), lambda: pieces_to_save(model, model.optimizer, states))
     restored = _read(session, pieces, session.saved.newest)
     assert restored is not None  # a path is given
-    _check_values(restored)
-    loss = restored.values.get("loss")
-    session.progress.go_back(restored.step, math.nan if loss is None else loss)
-    _take_over(session, restored, pieces, states)
+    values = _checked_values(restored)
+    progress.go_back(restored.step, math.nan if values.loss is None else values.loss)
+    _take_over(session, restored, values, pieces, states)
+    if session.job.job.epochs is not None:
+        progress.steps = progress.step + session.feed.steps_from(progress.samples_seen)
+    session.report.go_back(session.job.output_dir, session.parts.loggers, progress.step)
 
 
 def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored | None:
@@ -133,49 +122,35 @@ def _begin_anew(session: Session) -> None:
 
 
 def _go_on(session: Session, restored: Restored, pieces: list[Piece], states: Sequence[PluginState]) -> None:
-    values, feed, progress = restored.values, session.feed, session.progress
-    _check_values(restored)
-    if values["fingerprint"] != feed.fingerprint:
+    values, feed, progress = _checked_values(restored), session.feed, session.progress
+    if values.fingerprint != feed.fingerprint:
         raise CheckpointError(
-            f"{restored.path} was trained on other data (dataset fingerprint {shown(values['fingerprint'])}, found "
+            f"{restored.path} was trained on other data (dataset fingerprint {shown(values.fingerprint)}, found "
             f"{feed.fingerprint}); restore the data, or start anew in another output_dir"
         )
-    before = values.get("samples_before", values["samples_seen"])
-    loss = values.get("loss")
-    progress.resume(restored.step, values["samples_seen"], before, math.nan if loss is None else loss)
-    progress.steps_before = values.get("steps")
+    before = values.samples_seen if values.samples_before is None else values.samples_before
+    progress.resume(restored.step, values.samples_seen, before, math.nan if values.loss is None else values.loss)
+    progress.steps_before = values.steps
     refuse_absent(list(session.further), restored.absent, restored.path)
-    _take_over(session, restored, pieces, states)
+    _take_over(session, restored, values, pieces, states)
     _tell_of_absent(session, restored.absent)
-    told = feed.restore_stream(values.get("stream"))
-    if told:
-        session.report.say(f"{'data':<12} {told}")
+    news = feed.restore_stream(restored.values.get("stream"))
+    if news:
+        session.report.say(f"{'data':<12} {news}")
 
 
-def _take_over(session: Session, restored: Restored, pieces: list[Piece], states: Sequence[PluginState]) -> None:
+def _take_over(
+    session: Session, restored: Restored, values: _Values, pieces: list[Piece], states: Sequence[PluginState]
+) -> None:
     """Take over a checkpoint's values but the place in the data; its tensors are in `pieces` already."""
-    model, progress, values = session.model, session.progress, restored.values
-    progress.evaluation = None
-    if EVALUATION_LOSS in values:
-        progress.evaluation = (
-            restored.step,
-            {"loss": values[EVALUATION_LOSS], **values.get(EVALUATION_METRICS, {})},
-        )
-    model.scaler.restore(values["precision"])
+    session.progress.evaluation = None
+    if values.evaluation_loss is not None:
+        metrics = {"loss": values.evaluation_loss, **values.evaluation_metrics}
+        session.progress.evaluation = restored.step, metrics
     for state in states:
-        if state.name in values.get("plugins", {}):
-            state.restore(values["plugins"][state.name])
-    restore_quantized(model.pieces, model.optimizer, pieces)
-
-    def restore_optimizer() -> None:
-        restore_numbers(model.pieces, model.optimizer, values["optimizer_numbers"])
-        restore_group_numbers(model.optimizer, model.group_options, values.get("optimizer_groups", []))
-
-    together(world_group(), restore_optimizer)
-    forget_idle(model, values.get("optimizer_idle", ()))
-    model.optimizer_begun = values.get("optimizer_begun", True)
-    if not model.optimizer_begun:
-        model.optimizer = model.new_optimizer()
+        if state.name in values.plugins:
+            state.restore(values.plugins[state.name])
+    together(world_group(), lambda: restore_model(session.model, values, pieces))
     for one in session.models:
         one.sharded.refresh()
     session.saved.newest = as_typed(restored.path)
@@ -202,10 +177,10 @@ def refuse_same_names(states: Sequence[PluginState]) -> None:
         )
 
 
-def _check_values(restored: Restored) -> None:
+def _checked_values(restored: Restored) -> _Values:
     """Raises CheckpointError for values that no training could have saved."""
     try:
-        _Values.model_validate(restored.values)
+        return _Values.model_validate(restored.values)
     except ValidationError as error:
         odd = dict.fromkeys(str(one["loc"][0]) for one in error.errors(include_url=False, include_input=False))
         raise CheckpointError(

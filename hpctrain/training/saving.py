@@ -21,10 +21,8 @@ from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts
 from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
-from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
-from hpctrain.training.kernels import save_kernels
-from hpctrain.training.model_state import numbers_to_save, optimizer_to_save, pieces_to_save, state_of_model
+from hpctrain.training.model_state import optimizer_to_save, pieces_to_save, state_of_model, values_to_save
 from hpctrain.training.session import Session
 
 _LOSABLE = 60.0
@@ -59,17 +57,22 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> boo
         with session.hooks.position.inside("save", session.progress.step):
             finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
     if due:
-        try:
-            session.deadline.save_begins()
-            with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
-                save(session, final)
-            if session.job.compile.enabled:
-                save_kernels(session.job.output_dir)
-            if final or not session.job.checkpoint.asynchronous:
-                session.deadline.saved()
-        except (OSError, CheckpointError) as error:
-            save_failed(session, session.progress.step, error, excused and not final)
+        _try_to_save(session, final, excused and not final)
     return due
+
+
+def _try_to_save(session: Session, final: bool, excused: bool) -> bool:
+    """Save this step; whether that has not failed. excused: whether a failure is only printed."""
+    try:
+        session.deadline.save_begins()
+        with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
+            save(session, final)
+        if final or not session.job.checkpoint.asynchronous:
+            session.deadline.saved()
+        return True
+    except (OSError, CheckpointError) as error:
+        save_failed(session, session.progress.step, error, excused)
+        return False
 
 
 def is_due(session: Session) -> bool:
@@ -94,14 +97,8 @@ def save_before_evaluation(session: Session) -> None:
     if not broadcast_value(time.monotonic() - session.saved.at > _LOSABLE):
         return
     finish_saving(session, excused=True)
-    try:
-        session.deadline.save_begins()
-        with session.deadline.aside(), session.hooks.phase("save", progress.step):
-            save(session, final=True)  # complete before the evaluation begins
-        session.deadline.saved()
+    if _try_to_save(session, final=True, excused=True):  # complete before the evaluation begins
         session.report.say(f"saved        step {progress.step}, before its evaluation: {session.saved.newest}")
-    except (OSError, CheckpointError) as error:
-        save_failed(session, progress.step, error, excused=True)
 
 
 def save(session: Session, final: bool) -> None:
@@ -112,7 +109,7 @@ def save(session: Session, final: bool) -> None:
         one.consolidate()
     optimizer, idle = optimizer_to_save(model)
     states = plugin_states(session)
-    values = {**_values(session, optimizer, states), "optimizer_idle": idle}
+    values = {**_values(session, states), **values_to_save(model, optimizer, idle)}
     state = State(pieces_to_save(model, optimizer, states), values)
     if session.job.checkpoint.asynchronous and not final:
         session.store.save_in_background(step, state)
@@ -160,20 +157,15 @@ def plugin_states(session: Session) -> list[PluginState]:
     return [*session.states, *([own] if own is not None else []), *further]
 
 
-def _values(session: Session, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> dict[str, Any]:
-    """All small values of a checkpoint."""
+def _values(session: Session, states: Sequence[PluginState]) -> dict[str, Any]:
+    """The small values of a checkpoint besides those of the first model."""
     model, progress = session.model, session.progress
-    numbers, groups = numbers_to_save(model, optimizer)
-    refuse_lossy_scaler(session.parts.precision, model.scaler)
     values: dict[str, Any] = {
         "samples_seen": progress.samples_seen,
         "samples_before": progress.samples_before,
         "steps": progress.steps,
         "loss": progress.loss if math.isfinite(progress.loss) else None,
         "fingerprint": session.feed.fingerprint,
-        "precision": model.scaler.state(),
-        "optimizer_numbers": model.totals.merged(numbers),
-        "optimizer_begun": model.optimizer_begun,
         "job": session.job.job.name,
         "layout": session.layout.axes,
     }
@@ -182,8 +174,6 @@ def _values(session: Session, optimizer: torch.optim.Optimizer, states: Sequence
         values["stream"] = stream
     if states:
         values["plugins"] = {state.name: _plain(state) for state in states}
-    if any(groups):
-        values["optimizer_groups"] = groups
     if model.tied:
         values[TIED] = model.tied
     if model.given:

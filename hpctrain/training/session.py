@@ -19,7 +19,6 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
-from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
@@ -53,9 +52,8 @@ class Session:
     model: TrainedModel
     feed: Feed
     store: CheckpointStore
-    guard: Guard
-    replicas: Replicas | None
-    """None where ranks train parameters of their own."""
+    replicas: Sequence[Replicas]
+    """Of each model, but those whose ranks train parameters of their own."""
     deadline: Deadline
     states: Sequence[PluginState]
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""
@@ -68,10 +66,9 @@ class Session:
     queries: Queries | None = None
     """Questions of other terminals; those of rank 0 count."""
 
-    @property
-    def schedule_place(self) -> tuple[int, int]:
-        """The place in the schedule, from 0, and its length: in steps or epochs, as [schedule] unit says."""
-        done, epochs = self.progress, self.job.scheduled_epochs
+    def schedule_place(self, model: TrainedModel) -> tuple[int, int]:
+        """The place in the model's schedule, from 0, and its length: in steps or epochs, as [schedule] unit says."""
+        done, epochs = self.progress, model.job.scheduled_epochs
         return (done.step, done.steps) if epochs is None else (int(self.feed.epochs(done.samples_seen)), epochs)
 
     @property

@@ -40,6 +40,7 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.training.feed import counted
+from hpctrain.training.guard.judging import Guard
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner
@@ -64,8 +65,8 @@ class TrainedModel:
     ) -> None:
         """Builds the model. Collective. node: this rank's node, for messages. values: None for those of the seed."""
         values = values or InitialValues()
-        self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
-        self.spec = parts.model
+        self.job, self.parts, self._hooks, self.meshes = job, parts, hooks, meshes
+        self.spec, self.guard = parts.model, Guard(job.guard)
         self.batch_group = meshes.batch_group()
         self.split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
@@ -118,37 +119,37 @@ class TrainedModel:
                     stack.enter_context(axis.context())
                 yield
 
-        parts, seed, compile_ = self._parts, self._job.job.seed, self._job.compile
+        parts, seed, compile_ = self.parts, self.job.job.seed, self.job.compile
         compiled_loss = CompiledLoss(parts.model, compile_.mode) if compile_.enabled else None
         mine = RunnerParts(
             self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase,
             self._forwarded, self.named_losses.add, compiled_loss,
         )  # fmt: skip
         brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
-        return brought[0] if brought else PlainRunner(mine, survives=self._job.guard.oom == "skip")
+        return brought[0] if brought else PlainRunner(mine, survives=self.job.guard.oom == "skip")
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""
-        counts = [] if self.split_counts else [counted(self._parts.model, batch)]
+        counts = [] if self.split_counts else [counted(self.parts.model, batch)]
         for axis in self.axes:
             batch = axis.split_batch(batch)
             if counts:
-                counts.append(counted(self._parts.model, batch))
+                counts.append(counted(self.parts.model, batch))
         self.split_counts = self.split_counts or counts
         return batch
 
     def first_step(self) -> FirstStep | None:
         """Watches a step until one has been tried to its end; None afterwards, and where a rank may sit it out."""
-        if self.is_tried or self._job.guard.oom == "skip":
+        if self.is_tried or self.job.guard.oom == "skip":
             return None
-        axes = sorted(self._parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
-        exact = not isinstance(self._parts.compression, LossyCompression)
-        return FirstStep(self, self._parts.sharding, axes, self.split_counts, exact)
+        axes = sorted(self.parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
+        exact = not isinstance(self.parts.compression, LossyCompression)
+        return FirstStep(self, self.parts.sharding, axes, self.split_counts, exact)
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
         if not self._has_forwarded:
-            self.remark = try_loss(self._parts.model, outputs, batch, self.device)
+            self.remark = try_loss(self.parts.model, outputs, batch, self.device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")
         if who:
@@ -163,37 +164,49 @@ class TrainedModel:
         """An optimizer of these pieces besides the one that trains."""
         return self._build(self._groups(pieces))
 
-    def update(self, step: int) -> None:
-        """Let the optimizer update the pieces. What it draws follows from the step, and is equal where ranks hold the same pieces.
+    def update(self, step: int, gradients: list[torch.Tensor], norm: float, trial: FirstStep | None = None) -> None:
+        """Clip, let the optimizer update the pieces, and give the ranks the new parameters. norm: of the gradients. Collective."""
+        limit = self.job.optimizer.clip_norm
+        if limit is not None:
+            clip(gradients, norm, limit)
+        self._step(step)
+        self.sharded.refresh()
+        if trial is not None:
+            trial.updated()
+            self.is_tried = True
+        self.sharded.stepped(step + 1)
+
+    def _step(self, step: int) -> None:
+        """The optimizer's step. What it draws follows from the step, and is equal where ranks hold the same pieces.
 
         Raises ContractError for draws where ranks hold parts of some parameters and the same values of others, which would differ
         from then on.
         """
         self._drawn = step, self._drawn[1] + 1 if self._drawn[0] == step else 0
-        seed_draws(derive_seed(self._job.job.seed, "optimizer", *self._drawn, *self._part), self.device)
+        seed_draws(derive_seed(self.job.job.seed, "optimizer", *self._drawn, *self._part), self.device)
         before = None if self._may_draw else draws_state(self.device)
         self.optimizer.step()
         if before is not None and draws_state(self.device) != before:
             raise broken(
-                self._parts.optimizer, "draws random numbers in its step",
+                self.parts.optimizer, "draws random numbers in its step",
                 "none in a layout with tensor parallelism, pipelines or experts: ranks would draw other numbers for values that "
                 "they share",
             )  # fmt: skip
         self.optimizer_begun = True
 
     def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return build_optimizer(self._parts.optimizer, groups)
+        return build_optimizer(self.parts.optimizer, groups)
 
     def _groups(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return parameter_groups(pieces, self.shapes, self._parts.optimizer_groups)
+        return parameter_groups(pieces, self.shapes, self.parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
-        refuse_idle_optimizer(self._parts.optimizer, self._build)
+        refuse_idle_optimizer(self.parts.optimizer, self._build)
         cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
         if cut and not updates_parts_alike(self._build):
             raise UsageError(
-                f"[optimizer] name = {self._parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
+                f"[optimizer] name = {self.parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
                 "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "
                 "tensor parallelism",
                 everywhere=True,
@@ -203,15 +216,15 @@ class TrainedModel:
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
     ) -> list[str]:
         """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
-        share(group, lambda: refuse_other_source(weights, self._parts.formats, self.source()))
+        share(group, lambda: refuse_other_source(weights, self.parts.formats, self.source()))
         pieces = model_pieces(self.module, self.pieces, self.shapes, self.given)
-        told = load_weights(weights, self._parts.formats, pieces, group, self.tied, kept_by, strict)
+        told = load_weights(weights, self.parts.formats, pieces, group, self.tied, kept_by, strict)
         self.refresh()
         return told
 
     def source(self) -> str:
         """The fingerprint of where the model's given values come from, which checkpoints leave out; "" without such."""
-        return source_of(self.spec, self._job.job.seed, self.given)
+        return source_of(self.spec, self.job.job.seed, self.given)
 
     def refresh(self) -> None:
         """Bring the module up to date after values of the pieces were changed. Collective."""
@@ -264,11 +277,9 @@ class TrainedModel:
 
     def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
-        may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self._job.guard.may_leave_out
+        may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
         if not 0 < self.scaler.scale < math.inf:
-            raise broken(
-                self._parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True
-            )
+            raise broken(self.parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True)
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
 
     def route(self) -> float:
@@ -295,7 +306,7 @@ class TrainedModel:
         if len(gradients) < len(self.pieces):
             lacking = next(piece.name for piece in self.pieces if piece.tensor.grad is None)
             raise broken(
-                self._parts.sharding,
+                self.parts.sharding,
                 f"left a piece of {lacking} without a gradient after `synchronize`",
                 "zeros where there is none",
             )
@@ -303,10 +314,15 @@ class TrainedModel:
             foreach_mul_(gradients, 1.0 / self.scaler.scale)
         return gradients
 
-    def set_learning_rate(self, step: int, steps: int) -> float:
-        """Set each group's learning rate for this step, or epoch, of `steps`; return the first group's."""
-        factor = self._parts.schedule.factor(step, steps)
-        refuse_factor(self._parts.schedule, step, factor)
+    def set_learning_rate(self, step: int, steps: int) -> None:
+        """Set each group's learning rate for this step, or epoch, of `steps`."""
+        factor = self.parts.schedule.factor(step, steps)
+        refuse_factor(self.parts.schedule, step, factor)
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
-        return float(self._base_rates[0] * factor)
+
+
+def clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:
+    """Scale all gradients so that their global norm is at most `limit` (Pascanu et al., 2013)."""
+    if gradients and norm > limit:
+        foreach_mul_(gradients, limit / norm)

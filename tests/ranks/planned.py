@@ -24,6 +24,7 @@ from training import job, own_device, session_of
 import hpctrain.mpi
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train_step
+from hpctrain.training.step import Steps
 
 GPT = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 512, "max_seq_length": 32}
 FULL = {"activation_checkpointing": {"mode": "full"}}
@@ -243,19 +244,20 @@ def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]
         model = session.model
         model.is_tried = True
         parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
-        loader = session.feed.training_loader(session.progress)
+        steps = Steps(session, StopRequest())
+        steps.open()
         try:
-            train_step(session, loader, StopRequest())
+            train_step(steps)
             for one in parameters:
                 if one.grad is not None and one.grad.device.type == kind:  # MPI's memory, which no operator has made
                     for tensor in local_tensors(one.grad):
                         watch.device.see(tensor.untyped_storage(), Origin("", "gradient"))
             watch.begin()
             before = hpctrain.mpi.statistics().operations
-            train_step(session, loader, StopRequest())
+            train_step(steps)
             after = hpctrain.mpi.statistics().operations
         finally:
-            loader.close()
+            steps.close()
         states = [one for state in model.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
         sent = {name: one.bytes - (before[name].bytes if name in before else 0) for name, one in after.items()}
 

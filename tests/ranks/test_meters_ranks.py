@@ -14,6 +14,7 @@ from training import job, own_device, session_of, thorough, train_here
 
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train, train_step
+from hpctrain.training.step import Steps
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -68,16 +69,17 @@ def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
         parallelism={"tensor": 2},
     )  # fmt: skip
     with session_of(tables) as session:
-        loader = session.feed.training_loader(session.progress)
+        steps = Steps(session, StopRequest())
+        steps.open()
         try:
             for _ in range(2):
-                train_step(session, loader, StopRequest())
+                train_step(steps)
             session.meters.traffic()
             with profile(activities=[ProfilerActivity.CPU]) as trace:
                 for _ in range(4):
-                    train_step(session, loader, StopRequest())
+                    train_step(steps)
         finally:
-            loader.close()
+            steps.close()
     name = "_c10d_functional::wait_tensor"
     seen = sum(event.cpu_time_total for event in trace.events() if event.name == name) / 1e6
     rows = (

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hpctrain_tools.kernels import _kept, load_kernels
 
 from hpctrain.base import torch_private
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.job import environment
 from hpctrain.job.environment import cached_on_node, refuse_shared_caches
-from hpctrain.training.kernels import _kept, load_kernels
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 

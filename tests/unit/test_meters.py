@@ -26,10 +26,10 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
 from hpctrain.job.machines import machine_of_device, peak_flops_of
-from hpctrain.training.meters import device_load as loads
+from hpctrain.training.meters import meters as loads
 from hpctrain.training.meters.clock import PARTS
+from hpctrain.training.meters.meters import peak_flops
 from hpctrain.training.meters.stragglers import Straggler, Stragglers
-from hpctrain.training.meters.throughput import peak_flops
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_background_saves_tell_how_long_they_wrote(job: JobFile) -> None:
 
 def test_the_load_of_an_accelerator_is_asked_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([None, (0.0, 0.0), (0.2, 100.0), (0.4, 300.0), (0.6, 500.0)])
-    monkeypatch.setattr(loads, "_SECONDS", 0.001)
+    monkeypatch.setattr(loads, "_ASKED_EVERY", 0.001)
     monkeypatch.setattr(loads, "device_load", lambda device: next(answers, None))
     without = loads.DeviceLoad(torch.device("cpu"))
     assert all(math.isnan(one) for one in without.take())

@@ -164,7 +164,7 @@ import json, sys, torch
 from hpctrain_tools.plan.torch_fake import fake_tensors
 from hpctrain_tools.plan.accelerator import KIND, planned_accelerator
 from hpctrain.plugins.registry import build_registry
-from hpctrain.training.meters.throughput import peak_flops
+from hpctrain.training.meters.meters import peak_flops
 
 device = planned_accelerator()
 torch.get_device_module(KIND).get_device_name = lambda device: "NVIDIA H100 80GB HBM3"

@@ -45,8 +45,6 @@ class Verdict:
     said: str
     exhausted: bool = False
     """Whether the job stops because too many steps in a row were left out."""
-    samples: str | None = None
-    """A clause about the step's samples with nan or inf; None if there are none."""
 
     @property
     def updates(self) -> bool:
@@ -64,21 +62,22 @@ class _Kept(BaseModel):
     skipped: int = Field(ge=0)
 
 
-def remedy_for(verdict: Verdict, saved: bool) -> str:
-    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint."""
+def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
+    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint. faulty: whether samples have nan or
+    inf."""
     if verdict.exhausted:
         return "as many steps in a row were left out as [guard] limit allows"
     if verdict.action == "rollback":
         if not saved:
             return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
-        remedy = _MEND if verdict.samples else "try a smaller lr or [optimizer] clip_norm"
+        remedy = _MEND if faulty else "try a smaller lr or [optimizer] clip_norm"
         return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
     leaves_out = {
         "non_finite": 'non_finite = "skip"',
         "loss_spike": 'loss_spike.action = "skip"',
         "oom": 'oom = "skip"',
     }
-    remedy = _MEND if verdict.samples else "try a smaller lr, [optimizer] clip_norm or another precision"
+    remedy = _MEND if faulty else "try a smaller lr, [optimizer] clip_norm or another precision"
     return f"{remedy}; [guard] {leaves_out[verdict.cause]} leaves such updates out"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ class Clock:
         self._spans.append((self._part, self._begin, now, waits - self._waited))
         self._part, self._begin, self._waited = part, now, waits
 
-    def take(self) -> Times:
-        """The times since the last call, or of an accelerator those before it."""
+    def take(self) -> tuple[list[float], list[float]]:
+        """Seconds by part since the last call, or of an accelerator those before it: all, and without waits for other ranks."""
         self._begin_part(self._part)
         ready, self._over = (self._over, self._spans) if self._lags else (self._spans, [])
         self._spans = []
@@ -70,12 +69,4 @@ class Clock:
                 parts[part] += seconds - waits
             else:
                 parts[part] += seconds
-        return Times(parts, own)
-
-
-class Times:
-    """Seconds by part; and `own`, without waits for other ranks; Meters puts the loading, ahead of the step or not, for "data"."""
-
-    def __init__(self, parts: Mapping[str, float], own: Mapping[str, float]) -> None:
-        self.parts = [parts.get(name, 0.0) for name in PARTS]
-        self.own = [own.get(name, 0.0) for name in PARTS]
+        return [parts[name] for name in PARTS], [own[name] for name in PARTS]

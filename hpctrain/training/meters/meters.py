@@ -1,32 +1,54 @@
-"""The meters of a rank, and the part of a step's row that they give."""
+"""The meters of a rank, and the part of a step's row that they give: where its time goes, operations, memory, load, traffic."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.accounting import OperationStatistics, statistics
+from hpctrain.base.devices import device_load, device_name, is_accelerator
+from hpctrain.base.flops import CountedFlops
+from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
+from hpctrain.job.machines import machine_of_device, peak_flops_of
 from hpctrain.training.meters.clock import PARTS, Clock
-from hpctrain.training.meters.device_load import DeviceLoad
 from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
 from hpctrain.training.meters.stragglers import Stragglers
-from hpctrain.training.meters.throughput import ModelFlops, peak_flops
-from hpctrain.training.meters.traffic import Traffic
 from hpctrain.training.metrics import MeasuredRow, OwnRow
 
-_SIZES = (len(PARTS), len(PARTS), 1, len(KINDS), 2)
-"""How many figures a rank tells of each kind: times, own times, operations, memory, load."""
 _PACE = 0.5
 """Seconds after which the resident memory is looked up again."""
-_PLACES = list(pairwise(accumulate(_SIZES, initial=0)))
+_ASKED_EVERY = 1.0
+"""Time between two questions, each of which takes milliseconds."""
+_WORLD, _OTHER = "world", "other"
+"""The names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them."""
+_TRAINING = 3
+"""The operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
+parameters (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
+
+
+@dataclass(frozen=True)
+class MeterFigures:
+    """A rank's figures of a step.
+
+    times, own_times: by PARTS; its own are without waits for other ranks, and "data" is all loading, ahead of the step or not.
+    operations: floating-point ones. memory: by KINDS. load: of DeviceLoad.
+    """
+
+    times: Sequence[float] = ()
+    own_times: Sequence[float] = ()
+    operations: float = 0.0
+    memory: Sequence[float] = ()
+    load: Sequence[float] = ()
 
 
 class Meters:
@@ -57,26 +79,26 @@ class Meters:
         """Count the operations of the next step anew: this one left forwards out."""
         self._flops.count_again()
 
-    def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> list[float]:
+    def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> MeterFigures:
         """This rank's figures for `row`, from the last call until now. has_known_forwards: one of each micro batch."""
-        times = self.clock.take()
-        times.own[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
+        times, own_times = self.clock.take()
+        own_times[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
         operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
             self._resident, self._looked = resident_bytes(), time.monotonic()
         memory = memory_since(self._device, self._resident)
-        return [*times.parts, *times.own, operations, *memory, *self._load.take()]
+        return MeterFigures(times, own_times, operations, memory, self._load.take())
 
-    def row(self, ranks: Sequence[Sequence[float]], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
+    def row(self, ranks: Sequence[MeterFigures], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow
         rank, once."""
-        times, own, operations, memory, load = ([one[begin:end] for one in ranks] for begin, end in _PLACES)
-        slow = self._stragglers.see(own, times, seconds)
+        times = [one.times for one in ranks]
+        slow = self._stragglers.see([one.own_times for one in ranks], times, seconds)
         news = None if slow is None else self._stragglers.news(slow)
         if news is not None:
             tell(news)
-        flops = sum(one[0] for one in operations) / seconds
-        utilization, watts = (_over_ranks([one[place] for one in load]) for place in (0, 1))
+        flops = sum(one.operations for one in ranks) / seconds
+        utilization, watts = (_over_ranks([one.load[place] for one in ranks]) for place in (0, 1))
         return MeasuredRow(
             seconds=dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),
             straggler=None if slow is None else slow.as_dict(),
@@ -84,7 +106,7 @@ class Meters:
             mfu=flops / (self._peak * self._ranks) if self._peak is not None and flops else None,
             memory={
                 kind: {name: int(one) for name, one in _over_ranks(values).items()}
-                for kind, values in zip(KINDS, zip(*memory, strict=True), strict=True)
+                for kind, values in zip(KINDS, zip(*(one.memory for one in ranks), strict=True), strict=True)
                 if any(values)
             },
             utilization=utilization,
@@ -104,3 +126,125 @@ def _over_ranks(values: Sequence[float]) -> dict[str, float]:
     """The largest and the mean of the known ones; empty if all are NaN."""
     known = [one for one in values if not math.isnan(one)]
     return {"rank_max": max(known), "rank_mean": fmean(known)} if known else {}
+
+
+class ModelFlops:
+    """Counts this rank's share of a step's operations: what `ModelSpec.flops` says, else what the first step's forwards took.
+
+    Where the compiler makes the operators, nobody counts them.
+    """
+
+    def __init__(self, copies: int, countable: bool, is_forward: Callable[[], bool]) -> None:
+        """copies: ranks that work on one micro batch. countable: whether torch sees each operator. is_forward: whether the rank is
+        in the phase "forward"; backwards compute forwards again, and a pipeline's first step tries one."""
+        self._copies, self._countable, self._is_forward = copies, countable, is_forward
+        self._per_element = 0.0
+
+    @contextmanager
+    def counting(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """A context for the forwards of a step."""
+        if not self._countable or any(micro.flops is not None for micro in micro_batches):
+            yield
+            return
+        self._countable = False
+        with CountedFlops(self._is_forward) as counted:
+            yield
+        self._per_element = _TRAINING * counted.total / max(1, _elements(micro_batches))
+
+    def count_again(self) -> None:
+        """Count the next step anew: this one left forwards out."""
+        self._countable, self._per_element = self._countable or bool(self._per_element), 0.0
+
+    def of(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The share of these; all ranks' shares together are the step's. 0 if nobody has counted."""
+        told = [micro.flops for micro in micro_batches if micro.flops is not None]
+        return sum(told) / self._copies if told else self._per_element * _elements(micro_batches)
+
+
+def _elements(micro_batches: Sequence[MicroBatch]) -> int:
+    """The numbers that a step reads, by which the operations of later steps follow from those of the first."""
+    return sum(tensor.numel() for micro in micro_batches for tensor in tensors_in(micro.batch))
+
+
+def peak_flops(device: torch.device, precision: Precision) -> float | None:
+    """FLOP/s of the device in the precision's arithmetic, as its vendor states them; None for others than the known ones."""
+    machine = machine_of_device(device_name(device)) if is_accelerator(device) else None
+    dtype = str(precision.product_dtype(device)).removeprefix("torch.")
+    return None if machine is None else peak_flops_of(machine["flops"], dtype, precision.name == "tf32")
+
+
+class DeviceLoad:
+    """Means since the last call of `take`. Without an accelerator, or the library that torch asks, there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._seen: list[tuple[float, float]] = []
+        self._last = (math.nan, math.nan)
+        self._thread: threading.Thread | None = None
+        if device_load(device) is not None:
+            self._thread = threading.Thread(target=self._ask, name="device load", daemon=True)
+            self._thread.start()
+
+    def take(self) -> list[float]:
+        """The share of the time in which the accelerator computed, and watts; NaN for unknown ones."""
+        with self._lock:
+            seen, self._seen = self._seen, []
+        if seen:
+            self._last = fmean(one for one, _ in seen), fmean(one for _, one in seen)
+        return list(self._last)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _ask(self) -> None:
+        while not self._closed.wait(_ASKED_EVERY):
+            found = device_load(self._device)
+            if found is None:
+                return
+            with self._lock:
+                self._seen.append(found)
+
+
+class Traffic:
+    """Takes what was added since the last call of `take`. Only hpctrain.mpi knows what an operation took that nobody waited for;
+    torch's backends for accelerators tell nothing."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """groups: by the names of their axes."""
+        world = dist.group.WORLD
+        self._names: dict[str, str] = {} if world is None else {world.group_name: _WORLD}
+        self._names |= {group.group_name: axis for axis, group in groups.items()}
+        self._axes = frozenset(groups)
+        self._before = dict[tuple[str, str], OperationStatistics]()
+        self.take()
+
+    def take(self) -> OwnRow:
+        """The tables of a row, each by "AXIS.OPERATION"; none without operations."""
+        now = {(group, name): one for group, found in statistics().groups.items() for name, one in found.items()}
+        exposed, hidden, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
+        for (group, name), one in now.items():
+            before = self._before.get((group, name), OperationStatistics())
+            calls, seconds = one.calls - before.calls, one.seconds - before.seconds
+            blocked = one.blocked_seconds - before.blocked_seconds
+            if calls == 0 and blocked == 0:
+                continue
+            place = self._names.get(group, _OTHER)
+            key = f"{place}.{name}"
+            exposed[key] = exposed.get(key, 0.0) + blocked
+            if seconds > blocked:
+                hidden[key] = hidden.get(key, 0.0) + seconds - blocked
+            if seconds > 0 and place in self._axes:
+                speeds[key] = (one.bytes - before.bytes) / seconds
+        self._before = now
+        found = OwnRow()
+        if exposed:
+            found["exposed_seconds"] = exposed
+        if hidden:
+            found["hidden_seconds"] = hidden
+        if speeds:
+            found["bytes_per_second"] = speeds
+        return found

@@ -83,7 +83,7 @@ class Stragglers:
         self._has_saved = False
 
     def see(self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
-        """The slow rank, if there is one. own, parts: each rank's Times. seconds: of the step."""
+        """The slow rank, if there is one. own, parts: of MeterFigures, each rank's. seconds: of the step."""
         if len(self._nodes) == 1:
             return None
         found = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]

@@ -31,8 +31,6 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
-from hpctrain.training.guard.judging import Guard
-from hpctrain.training.loop import update
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.model_state import pieces_to_save
 from hpctrain.training.progress import Progress
@@ -143,7 +141,7 @@ def _session(
         feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, _CPU, model.split)
         session = Session(
             job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
-            store=open_store(job, parts, _CPU), guard=Guard(job.guard), replicas=None,
+            store=open_store(job, parts, _CPU), replicas=[],
             deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, 3)),
             meters=Meters(_CPU, parts.precision, [], {}, copies=1, countable=False),
         )  # fmt: skip
@@ -168,8 +166,8 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     model.sharded.synchronize()
     gradients = model.take_gradients()
     model.totals.square(gradients)
-    model.set_learning_rate(*session.schedule_place)
-    update(session, gradients, math.inf, None)
+    model.set_learning_rate(*session.schedule_place(model))
+    model.update(step, gradients, math.inf)
     session.progress.advance(seen)
     return whole
 

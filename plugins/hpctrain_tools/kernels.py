@@ -1,4 +1,4 @@
-"""Compiled kernels: kept in the user's cache, so that a start on other nodes finds them.
+"""The hook `kernels`: what [compile] makes is kept in the user's cache, so that a start on other nodes finds it.
 
 A home directory is often on a shared file system, where the ranks of a large job wait for each other's files, and one that fails
 there ends the job. The kept files are code, so they are not in the run's directory, which may be a copy of somebody else's.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.api import Hook, Job, hookimpl
 from hpctrain.base import torch_private
 from hpctrain.base.errors import reason
 from hpctrain.base.safe_files import cache_directory, is_only_ours, own_directory, read_all, reading, replacing
@@ -27,6 +28,32 @@ _MOST = 2**32
 _SUFFIX = ".kernels"
 _UNUSED = 30 * 86400
 """Seconds after its last save for which the kernels of a run are kept."""
+
+
+class Kernels(Hook):
+    """Gives the compiler what earlier starts of the run have made, and keeps what it makes at each checkpoint."""
+
+    name = "kernels"
+
+    def start(self) -> _Keeper:
+        return _Keeper()
+
+
+class _Keeper:
+    @hookimpl
+    def hpctrain_job_start(self, job: Job) -> None:
+        self._directory = job.output_dir
+        if load_kernels(job.output_dir):
+            LOG.info("compile      with the kernels that an earlier start has made")
+
+    @hookimpl
+    def hpctrain_checkpoint_saved(self) -> None:
+        save_kernels(self._directory)
+
+
+@hookimpl
+def hpctrain_hook() -> list[type[Hook]]:
+    return [Kernels]
 
 
 def load_kernels(output_dir: Path) -> int:

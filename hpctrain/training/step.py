@@ -1,0 +1,300 @@
+"""The steps of a training, whether a runner computes their gradients (`hpctrain run`) or a program's own loop: what is loaded,
+exchanged, judged, updated, written and asked in each of them is here once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.contracts.life_cycle import Request
+from hpctrain.contracts.precision import LossScaler
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
+from hpctrain.model.conformance.first_step import FirstStep
+from hpctrain.model.conformance.hooks import weights_kept
+from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
+from hpctrain.ranks.signals import STOPPED, StopRequest
+from hpctrain.training.figures import RankFigures
+from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples
+from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
+from hpctrain.training.metrics import Figure, Moment, OwnRow, StepRow
+from hpctrain.training.restoring import roll_back
+from hpctrain.training.saving import finish_saving
+from hpctrain.training.session import Session
+from hpctrain.training.trained_model import TrainedModel
+
+LOG = logging.getLogger("hpctrain")
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's step, equal on all ranks. lr: of its first group. taken: whether it has changed the model."""
+
+    model: TrainedModel
+    figures: StepFigures
+    lr: float
+    taken: bool
+    verdict: Verdict | None
+
+
+class Steps:
+    """The steps from a session's position on. Its methods are collective, in the order of a step.
+
+    row: the newest step's row of metrics.
+    """
+
+    def __init__(self, session: Session, stop: StopRequest, reads: bool = True) -> None:
+        """stop: asks this rank to stop. reads: whether the steps take the job's data."""
+        self.session, self.row = session, dict[str, Any]()
+        self._stop, self._reads = stop, reads
+        self._loader: Loader | None = None
+        self._micro_batches: list[MicroBatch] = []
+        self._samples_seen, self._begin = 0, 0.0
+
+    def open(self) -> None:
+        """Begin to load, and to measure."""
+        session = self.session
+        session.model.split_counts = []  # those of trials are over
+        session.meters.clock.restart()
+        session.hooks.position.entered = session.meters.clock.enter
+        self._load_from_here()
+
+    def _load_from_here(self) -> None:
+        self.close()
+        if self._reads:
+            self._loader = self.session.feed.training_loader(self.session.progress)
+
+    def close(self) -> None:
+        """Load no more."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def load(self) -> list[MicroBatch]:
+        """This rank's micro batches of the next step; none where the steps take no data."""
+        self._begin = time.perf_counter()
+        if self._loader is not None:
+            with self.session.hooks.phase("data", self.session.progress.step):
+                self._micro_batches, self._samples_seen = self._loader.step()
+        return self._micro_batches
+
+    def figures(self, trained: int, has_known_forwards: bool = True) -> RankFigures[Figure]:
+        """This rank's figures that every step exchanges. trained: steps that the parameters have had. has_known_forwards: one of
+        each micro batch."""
+        session = self.session
+        return RankFigures(
+            terms=session.model.loss_share * sum(micro.terms for micro in self._micro_batches),
+            stop=float(max(self._stop.level, STOPPED if session.deadline.turn() else 0)),
+            request=float(session.queries is not None and session.queries.has_request),
+            replicas=[one.glance(trained) for one in session.replicas],
+            of_meters=session.meters.figures(self._micro_batches, has_known_forwards),
+        )
+
+    def compare_replicas(self, trained: int, ranks: Sequence[RankFigures[float]]) -> None:
+        """Raises TrainingError on all ranks if replicas differ. trained: as for `figures`."""
+        for place, replicas in enumerate(self.session.replicas):
+            replicas.compare(trained, [one.replicas[place] for one in ranks])
+
+    def update(
+        self,
+        model: TrainedModel,
+        gradients: list[Tensor],
+        figures: StepFigures,
+        clips: bool = True,
+        trial: FirstStep | None = None,
+        sets_rate: bool = True,
+    ) -> Update:
+        """Judge the figures, and update the model or leave it out: all ranks or none, since all have these figures.
+
+        clips: whether the gradients are not clipped yet. sets_rate: whether the schedule does.
+        """
+        session, step = self.session, self.session.progress.step
+        verdict = model.guard.judge(figures)
+        if sets_rate:
+            model.set_learning_rate(*session.schedule_place(model))
+        lr = float(model.optimizer.param_groups[0]["lr"])
+        taken = math.isfinite(figures.norm) and (verdict is None or verdict.updates)
+        with session.hooks.phase("optimizer", step):
+            if taken:
+                model.update(step, gradients, figures.norm if clips else 0.0, trial)
+            else:
+                model.sums.leave_out()
+        return Update(model, figures, lr, taken, verdict)
+
+    def end(
+        self,
+        ranks: Sequence[RankFigures[float]],
+        update: Update,
+        count: int,
+        named: Mapping[str, float] = _NOTHING,
+        others: Mapping[str, Update] = _NOTHING,
+        logged: Mapping[str, float] = _NOTHING,
+    ) -> int:
+        """Write the step's row, and let hooks and requests act; the strongest request to stop on any rank, 0 for none.
+
+        update: of the first model. count: tokens or samples of the global batch. named: losses by name. others: updates of further
+        models, by their names. logged: the program's own numbers.
+        """
+        session, progress = self.session, self.session.progress
+        progress.advance(self._samples_seen)
+        progress.loss = update.figures.loss
+        self.row, remark = self._row(ranks, update, count, named, others)
+        taken = [name for name in logged if name in self.row]
+        if taken:
+            raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name", everywhere=True)
+        self.row |= logged
+        show_model(session, "hpctrain_step_end", step=progress.step, metrics=self.row, control=session.control)
+        session.hooks.step_done()
+        if any(one.request for one in ranks):
+            take_request(session)
+        own: OwnRow = session.meters.traffic()
+        if session.store.drain_seconds:
+            own["drain_seconds"], session.store.drain_seconds = session.store.drain_seconds, 0.0
+        session.report.row({**self.row, **own}, progress.steps, session.parts.model.counts, remark)
+        return int(max(one.stop for one in ranks))
+
+    def _row(
+        self,
+        ranks: Sequence[RankFigures[float]],
+        update: Update,
+        count: int,
+        named: Mapping[str, float],
+        others: Mapping[str, Update],
+    ) -> tuple[dict[str, Any], str]:
+        """The row, and the runner's remark for the screen. Arguments as for `end`."""
+        session, model, figures = self.session, self.session.model, update.figures
+        seconds = time.perf_counter() - self._begin
+        lacks_memory = bool(figures.out_of_memory)
+        means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
+        of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
+        row = StepRow(
+            loss=figures.loss,
+            # without memory they lack what some micro batches would have added
+            named_losses={}
+            if lacks_memory
+            else {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}},
+            lr=update.lr,
+            grad_norm=math.nan if lacks_memory else figures.norm,
+            count=count,
+            step_seconds=seconds,
+            per_second=count / seconds,
+            ranks=len(ranks),
+            rank_loss={"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 and not lacks_memory else {},
+            loss_scale=None if type(model.scaler) is LossScaler else model.scaler.scale,
+            measured=session.meters.row([one.of_meters for one in ranks], seconds, partial(LOG.warning, "%s")),
+            of_runner=of_runner,
+            skipped=not all(one.taken for one in (update, *others.values())),
+            of_guard=model.guard.metrics(update.verdict),
+        ).as_dict(moment(session), session.parts.model.counts)
+        row |= {f"lr_{name}": one.lr for name, one in others.items()}
+        row |= {f"grad_norm_{name}": one.figures.norm for name, one in others.items()}
+        return row, remark
+
+    def act(self, updates: Iterable[Update]) -> bool:
+        """Warn, skip, roll back or stop as the guards have decided on these updates, after the step was reported; whether the
+        training went back to a checkpoint. Raises TrainingError where it stops."""
+        for update in updates:
+            if update.verdict is not None and self._act(update.model, update.verdict):
+                self._load_from_here()
+                return True
+        return False
+
+    def _act(self, model: TrainedModel, verdict: Verdict) -> bool:
+        session, step, samples = self.session, verdict.figures.step, None
+        if verdict.cause == "non_finite" and self._loader is not None:
+            samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
+        why = _reasons(session, model, verdict, samples)
+        if verdict.action in ("warn", "skip"):
+            left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
+            session.report.say(f"guard        step {step}{left_out}: {why}")
+            return False
+        finish_saving(session, excused=True)
+        newest = session.saved.newest
+        if verdict.action == "rollback" and newest is not None and session.model.guard.may_go_back_to(newest):
+            roll_back(session)
+            session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")
+            return True
+        remedy = remedy_for(verdict, newest is not None, samples is not None)
+        raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})", everywhere=True)
+
+
+def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:
+    """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
+    if verdict.cause == "oom":
+        lacks = gather_values((session.identity.node, model.runner.out_of_memory))
+        return ", ".join(
+            f"rank {rank} on {node} ran out of memory: {why}" for rank, (node, why) in enumerate(lacks) if why
+        )
+    if verdict.cause == "loss_spike":
+        return verdict.said
+    clauses = [verdict.said, *([samples] if samples else [])]
+    return "; ".join([*clauses, first_nonfinite(model, verdict.figures.losses, session.identity)])
+
+
+def start_hooks(session: Session) -> None:
+    """Tell the hooks that the training begins. Collective."""
+    start = {
+        "job": session.job, "identity": session.identity, "control": session.control, "membership": session.hooks,
+        "step": session.progress.step,
+    }  # fmt: skip
+    together(world_group(), lambda: show_model(session, "hpctrain_job_start", **start))
+
+
+def end_hooks(session: Session, result: dict[str, Any]) -> None:
+    """Tell the hooks that the training is over; they may change its result. Collective."""
+    together(world_group(), lambda: session.hooks.call("hpctrain_job_end", result=result))
+
+
+def show_model(session: Session, hook: str, **arguments: Any) -> None:
+    """Call a hook that gets the model. Raises ContractError if a plugin changes its weights and doesn't say so."""
+    who = session.hooks.who(hook)
+    with weights_kept(session.model, hook, who) if who else nullcontext():
+        session.hooks.call(hook, model=session.model, **arguments)
+
+
+def moment(session: Session) -> Moment:
+    """The position of the training now."""
+    return Moment(session.progress.step, session.feed.epochs(session.progress.samples_seen), time.time())
+
+
+def take_request(session: Session) -> None:
+    """Show the plugins the oldest request of another terminal at rank 0. Collective."""
+    queries, hooks = session.queries, session.hooks
+    question = None if queries is None else queries.take()
+    asked = broadcast_value(None if question is None else [question.name, dict(question.values)])
+    if asked is None:  # it was withdrawn meanwhile
+        return
+
+    def answer(values: dict[str, Any]) -> None:
+        if queries is not None and question is not None:
+            queries.tell(question, values)
+
+    name, values = asked
+    request, step = Request(name, values, answer), session.progress.step
+    with weights_kept(session.model, "hpctrain_request", hooks.who("hpctrain_request")):
+        taken = hooks.call("hpctrain_request", request=request, step=step, model=session.model)
+    if not any(taken):
+        answer({"state": "refused", "why": f"no plugin of this job takes a request for {name!r}"})
+
+
+def end_if_asked(session: Session) -> None:
+    """End the run here if a plugin on any rank asks for it. Collective if a plugin can ask."""
+    if not session.hooks.can_end:
+        return
+    if sum_of(len(session.control.reasons)):
+        session.progress.ended = True
+        ranks: list[tuple[list[str], bool]] = gather_values((session.control.reasons, session.control.saves))
+        session.control.saves = all(saves for _, saves in ranks)
+        for why in dict.fromkeys(why for reasons, _ in ranks for why in reasons):
+            session.report.say(f"ended        after step {session.progress.step}: {why}")
