@@ -170,7 +170,7 @@ def _of_axes(job: Job, parts: Parts) -> Problems:
 
 
 def _of_layout(job: Job, parts: Parts, plan: Plan, data_ranks: int) -> Problems:
-    """What the number of ranks does not allow."""
+    """Conflicts with the number of ranks."""
     replicate, axes = job.parallelism.get("replicate"), parts.sharding.axes
     shards = replicate is None or replicate.size in (1, data_ranks)
     if replicate is not None and not shards and axes(data_ranks, replicate.size) == axes(data_ranks, 1):
@@ -249,7 +249,7 @@ def _of_tokens(job: Job, parts: Parts) -> Problems:
 
 
 def _of_compiling(job: Job, plan: Plan) -> Problems:
-    """What the compiler can't take in, or would do otherwise at the next start."""
+    """Conflicts with what the compiler takes in, or does in the same way at each start."""
     if job.model.sync_batch_norm and plan.compiles and plan.activation_checkpointing.is_compiled:
         why = (
             "it communicates, which is not compiled, and this activation checkpointing needs each block in one piece; use "

@@ -53,7 +53,7 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
 
 
 def _weights_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
-    """What is wrong with [model] weights. module: the model, if it is known before it is built."""
+    """Problems of [model] weights. module: the model, if it is known before it is built."""
     weights, key = job.model.weights, ("model", "weights")
     if weights is None:
         return []

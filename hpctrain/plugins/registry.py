@@ -41,7 +41,7 @@ class Registry:
     sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     remarks: dict[tuple[str, str], str] = field(default_factory=dict)
-    """What a user of a plugin should know, by slot and name."""
+    """Remarks for users of a plugin, by slot and name."""
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
 

@@ -65,7 +65,7 @@ class UserCollation:
 
 
 class _UserSource(Source):
-    """What samples and streams of the user's have in common: `set_epoch(epoch)` and `collate_fn` are used if they are there."""
+    """The common part of samples and streams: `set_epoch(epoch)` and `collate_fn` are used if the data set has them."""
 
     draws: ClassVar[bool] = True
 
