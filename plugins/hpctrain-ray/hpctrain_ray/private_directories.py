@@ -6,7 +6,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from hpctrain.starting.channel_directory import Ending, ending_in, sweep
+from hpctrain_tools.launch.channel_directory import Ending, ending_in, sweep
+
 from hpctrain.toolkit.commands import own_directory, replacing, temporary_place
 
 _PREFIX = "hpctrain-ray-"

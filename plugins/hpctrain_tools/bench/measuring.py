@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 from hpctrain.toolkit.commands import UsageError, python_module, say
+from hpctrain_tools.launch.processes import launch_over_mpi, spawn_with_parent
 
 _TIME_LIMIT = 900
 
