@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import simulated
+from hpctrain_tools.launch.mpiexec import Mpiexec
 from launching import run
-
-from hpctrain.starting.mpiexec import Mpiexec
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ["tests/ranks", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/ranks"))]

@@ -39,9 +39,7 @@ def on_ranks(
     if command == "run":  # first of all: to import torch takes seconds
         note_early()
     if not launched() and ((ranks is not None and ranks > 1) or restarts or hostfile):
-        from hpctrain.starting.start import start_ranks
-
-        return start_ranks(command, job, ranks, overrides, words, restarts, hostfile), True
+        return _start(command, job, ranks, overrides, words, restarts, hostfile), True
     if restarts:
         raise UsageError(
             "--restarts: a launcher has started this rank, and only the launcher can start it again; leave it out"
@@ -51,7 +49,7 @@ def on_ranks(
     first_read = _Read(job, overrides)
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
     from hpctrain.ranks.rank_channel import RankChannel
-    from hpctrain.starting.channel_directory import attach
+    from hpctrain.ranks.starter_directory import attach
 
     channel = attach(started_by) if started_by else RankChannel()
     from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate, in_a_line
@@ -85,6 +83,21 @@ def on_ranks(
     if by_srun():
         ignore_terminate()
     return code, identity.rank == 0 and started_by is None
+
+
+def _start(
+    command: str, job: Path, ranks: int | None, overrides: Sequence[str], words: Sequence[str], restarts: int, hostfile: Path | None
+) -> int:  # fmt: skip
+    """The exit code of ranks that the command `start` starts, which comes as those of any plugin."""
+    from hpctrain.plugins.entry_points import offers
+
+    start = next((offer for offer in offers("", ()) if offer.name == "start"), None)
+    if start is None:
+        raise UsageError("-n: no package that starts ranks is installed; start them with mpiexec, srun or torchrun")
+    options = [f"--restarts={restarts}", *(["-n", str(ranks)] if ranks else []), *(f"--set={one}" for one in overrides)]
+    options += [f"--hostfile={hostfile}"] if hostfile else []
+    code = start.load().main([*options, command, "--", str(job), *words], "hpctrain start", standalone_mode=False)
+    return int(code)
 
 
 class _Read:

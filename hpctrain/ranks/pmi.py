@@ -1,6 +1,6 @@
 """A rank's side of PMI-1, for ranks whose MPI does not use it: through their launcher, the ranks exchange short texts.
 
-Flux gives every task a connected descriptor. Requests and replies are lines of `key=value` words, as starting/pmi.py serves them.
+Flux gives every task a connected descriptor. Requests and replies are lines of `key=value` words, as hpctrain_tools.launch serves.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE
 from hpctrain.base.safe_files import is_closed, temporary_place
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.ranks.starter_streams import attach_to_mpiexec, is_word
 
 PIPE = "alive"
 CODE, ERROR = "exit-code", "error"
@@ -29,6 +30,16 @@ def own_channel(environment: Mapping[str, str] = os.environ) -> RankChannel:
     """The channel of a program that is a rank: to the starter of `started_variables`, if one has started it."""
     directory = environment.get(STARTER_VARIABLE)
     return RankChannel() if directory is None else attach_to_directory(Path(directory))
+
+
+def attach(directory: Path) -> RankChannel:
+    """A rank's side: the starter can signal the rank and shows its output, and the rank exits with the starter.
+
+    directory: the starter's, or the word of starter_streams.py for ranks on several hosts.
+
+    Call it before MPI starts: MPI's wait for the other ranks would outlast the starter. Raises EnvironmentUnfitError.
+    """
+    return attach_to_mpiexec(str(directory)) if is_word(str(directory)) else attach_to_directory(directory)
 
 
 def attach_to_directory(directory: Path) -> RankChannel:

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hpctrain_tools.launch.channel_directory import ChannelDirectory, ending_in
 from launching import Finished, Started, started
 
 from hpctrain.base.launcher_variables import RankNumbers, started_variables
-from hpctrain.starting.channel_directory import ChannelDirectory, ending_in
 
 PROGRAM = """
 import os, signal, sys, torch, hpctrain

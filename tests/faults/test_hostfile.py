@@ -17,7 +17,7 @@ from launching import KILL, Started, hpctrain, run, started, wait_until
 PROGRAMS = Path(__file__).parent / "programs"
 RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
 IMPATIENT = """
-from hpctrain.starting import on_hosts
+from hpctrain_tools.launch import on_hosts
 
 on_hosts.APPEAR_SECONDS = 3.0
 from hpctrain.cli import main

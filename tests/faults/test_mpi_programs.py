@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hpctrain_tools.launch.mpiexec import Mpiexec
 from launching import run as run_command
-
-from hpctrain.starting.mpiexec import Mpiexec
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 100  # seconds

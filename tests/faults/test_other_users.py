@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from besieging import PYTHON
 from conftest import JobFile
+from hpctrain_tools.launch.channel_streams import Heard, Listener
 from launching import hpctrain, run
 
 from hpctrain.api import EnvironmentUnfitError
 from hpctrain.base.safe_files import own_directory
 from hpctrain.base.store.credentials import SecretFinder, make_credential
 from hpctrain.ranks.starter_directory import PIPE, attach_to_directory, sweep
-from hpctrain.starting.channel_streams import Heard, Listener
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 STRANGER = 65533

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hpctrain_tools.launch.channel_streams import Heard, Listener
+from hpctrain_tools.launch.hosts import Hosts, read_hostfile
+from hpctrain_tools.launch.placement import Counts, Placement
 
 from hpctrain.base.errors import UsageError
-from hpctrain.starting.channel_streams import Heard, Listener
-from hpctrain.starting.hosts import Hosts, read_hostfile
-from hpctrain.starting.placement import Counts, Placement
 
 
 def test_a_hostfile_in_either_form(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 35_167, "plugins/hpctrain_plugins": 10_946}
+BUDGETS = {"hpctrain": 33_283, "plugins/hpctrain_plugins": 10_946}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
 WORDS = 73_669
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
@@ -200,14 +200,21 @@ def test_every_class_of_a_contract_is_on_one_page_of_plugins() -> None:
     assert len(shown) == len({*shown})
 
 
+def shown_commands(context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        if not command.hidden:
+            yield name, command
+
+
 def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(cli, ["--help"]).output
     flat = " ".join(shown.split())
     context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        assert command is not None and command.help is not None
+    for name, command in shown_commands(context):
+        assert command.help is not None
         first = " ".join(command.help.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         assert f" {name} {first}" in flat, (name, shown)
     assert "Example:\n    hpctrain new job.toml" in shown and max(map(len, shown.splitlines())) <= 80
@@ -215,9 +222,7 @@ def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_examples_of_the_help_have_options_that_exist() -> None:
     context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        assert command is not None
+    for name, command in shown_commands(context):
         for inner in (command, *inside(command).values()):
             if isinstance(inner, click.Group) and not inner.invoke_without_command:
                 continue
@@ -235,9 +240,8 @@ def test_every_command_and_its_options_are_documented() -> None:
     text = "".join(page.read_text() for page in (own, *others))
     context = click.Context(cli)
     assert {*COMMANDS, "horovodrun"} <= {*cli.list_commands(context)}
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        assert command is not None and command.help
+    for name, command in shown_commands(context):
+        assert command.help
         found = [(name, command)]
         found += [(f"{name} {sub}", inner) for sub, inner in inside(command).items()]
         for path, inner in found:

@@ -16,11 +16,11 @@ import tomli
 import tomli_w
 import torch
 from conftest import TINY
+from hpctrain_tools.launch.counts import why_not
 from plain import module_of
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checking.counts import why_not
 from hpctrain.checking.full_check import sizes
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.contracts.identity import Identity

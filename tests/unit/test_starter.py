@@ -14,18 +14,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from hpctrain_tools.launch import start
+from hpctrain_tools.launch.channel_directory import ChannelDirectory
+from hpctrain_tools.launch.mpiexec import Mpiexec, UnderMpiexec
+from hpctrain_tools.launch.output_relay import Unbannered, Unruled
+from hpctrain_tools.launch.pmi import PmiBoard, PmiRelay, PmiServer
+from hpctrain_tools.launch.processes import Processes, sweep_memory
 
 from hpctrain.base.launcher_variables import RankNumbers
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.starter_directory import sweep
 from hpctrain.ranks.watchdog.workers import new_directory, remove_directory
-from hpctrain.starting import start
-from hpctrain.starting.channel_directory import ChannelDirectory
-from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
-from hpctrain.starting.output_relay import Unbannered, Unruled
-from hpctrain.starting.pmi import PmiBoard, PmiRelay, PmiServer
-from hpctrain.starting.processes import Processes, sweep_memory
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -209,7 +209,9 @@ def test_a_rank_that_leaves_a_barrier_holds_up_no_answer() -> None:
 
 def test_the_starter_imports_no_torch() -> None:
     """It would take two seconds of a start, and 300 MB beside the ranks."""
-    code = "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain.starting.start; print('torch' in sys.modules)"
+    code = (
+        "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain_tools.launch.start; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n", done
 
@@ -224,7 +226,7 @@ def test_directories_that_killed_processes_left_are_removed(tmp_path: Path, monk
     """Not those of a starter or a pool that lives, what is new, or what is another program's."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left = (
-        "import os, tempfile; from pathlib import Path; from hpctrain.starting.channel_directory import ChannelDirectory\n"
+        "import os, tempfile; from pathlib import Path; from hpctrain_tools.launch.channel_directory import ChannelDirectory\n"
         "from hpctrain.ranks.watchdog.workers import new_directory\n"
         f"tempfile.tempdir = {str(tmp_path)!r}; link = ChannelDirectory(Path(tempfile.mkdtemp(prefix='hpctrain-')))\n"
         "new_directory(); os.kill(os.getpid(), 9)"

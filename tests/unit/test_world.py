@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hpctrain_tools.launch.pmi import PmiServer
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import by_srun, first_host, launched, launcher_name, set_variables, share_node
@@ -20,7 +21,6 @@ from hpctrain.ranks.meeting import compare_ranks
 from hpctrain.ranks.meeting_place import MeetingPlace
 from hpctrain.ranks.pmi import LauncherPmi
 from hpctrain.ranks.rank_channel import on_terminal
-from hpctrain.starting.pmi import PmiServer
 
 SRUN = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
@@ -273,7 +273,9 @@ def test_the_terminal_that_open_mpi_gives_a_rank_is_nobody_s(monkeypatch: pytest
 def test_ranks_on_other_hosts_learn_which_streams_a_terminal_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word, word
+    from hpctrain_tools.launch.channel_streams import word
+
+    from hpctrain.ranks.starter_streams import attach_to_mpiexec, is_word
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("PMI_RANK", "1")  # rank 0 would take this process's standard input

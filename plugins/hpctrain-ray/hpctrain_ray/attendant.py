@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from hpctrain_tools.launch.channel_directory import ChannelDirectory, Ending, ending_in
+from hpctrain_tools.launch.mpi_library import ask_library
+from hpctrain_tools.launch.pmi import PmiRelay
+
 from hpctrain.base.child_python import python_module
 from hpctrain.base.launcher_variables import RankNumbers, started_variables
-from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in
-from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.pmi import PmiRelay
 from hpctrain.toolkit.commands import EnvironmentUnfitError
 from hpctrain_ray.private_directories import make_private_directory
 from hpctrain_ray.seats import Node, own_node

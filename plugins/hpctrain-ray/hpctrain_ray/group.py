@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.starting.channel_directory import Ending
+from hpctrain_tools.launch.channel_directory import Ending
+
 from hpctrain.toolkit.commands import EnvironmentUnfitError
 from hpctrain_ray.attendant import Attendant, RankStart, Report
 from hpctrain_ray.errors import first_line

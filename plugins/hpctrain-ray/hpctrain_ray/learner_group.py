@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain_tools.launch.channel_directory import Ending
+
 from hpctrain.api import HpctrainError, TrainingError
-from hpctrain.starting.channel_directory import Ending
 from hpctrain_ray.errors import error_of, first_line
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.placement import Placed

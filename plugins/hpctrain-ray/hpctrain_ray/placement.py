@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.starting.placement import Counts
+from hpctrain_tools.launch.placement import Counts
+
 from hpctrain.toolkit.commands import EnvironmentUnfitError
 from hpctrain_ray.order import Bundle, Order, first_of, listed
 

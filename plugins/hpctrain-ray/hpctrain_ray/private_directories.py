@@ -6,8 +6,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+from hpctrain_tools.launch.channel_directory import Ending, ending_in, sweep
+
 from hpctrain.base.safe_files import own_directory, replacing, temporary_place
-from hpctrain.starting.channel_directory import Ending, ending_in, sweep
 
 _PREFIX = "hpctrain-ray-"
 _ASKED_ABOUT = 600.0

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hpctrain.base.child_python import python_module
-from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 from hpctrain.toolkit.commands import UsageError, say
+from hpctrain_tools.launch.processes import launch_over_mpi, spawn_with_parent
 
 _TIME_LIMIT = 900
 

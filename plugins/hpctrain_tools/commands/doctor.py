@@ -41,13 +41,13 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
     from hpctrain.ranks.detection import detect
 
     if not launched() and ranks is not None and ranks > 1:
-        from hpctrain.starting.start import start_command
+        from hpctrain_tools.launch.start import start_command
 
         words = ["doctor", "--directory", str(directory), *(["--json"] if as_json else [])]
         return start_command(words, ranks)
     from hpctrain.ranks.failure import end_on_signals, limited
     from hpctrain.ranks.rank_channel import RankChannel
-    from hpctrain.starting.channel_directory import attach
+    from hpctrain.ranks.starter_directory import attach
     from hpctrain_tools.doctor.examine import examine
     from hpctrain_tools.doctor.findings import Finding, row_of
     from hpctrain_tools.doctor.node import loopback

@@ -22,7 +22,7 @@ from hpctrain.job.problems import validate
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import SchedulerTable
-from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
+from hpctrain_tools.launch.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain_tools.submit.sweep import Variant, variants
 
 _LONGEST_NAME = 60

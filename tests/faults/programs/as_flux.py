@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from hpctrain.starting.pmi import PmiServer
+from hpctrain_tools.launch.pmi import PmiServer
 
 RANKS = 2
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from hpctrain_tools.launch.mpi_library import ask_library
 
-from hpctrain.starting.mpi_library import ask_library
 from hpctrain.toolkit.commands import UsageError, example, hookimpl, say
 from hpctrain_horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
 from hpctrain_horovod.alias import hand_down

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain_tools.launch.hosts import Hosts
+from hpctrain_tools.launch.mpi_library import ask_library
+from hpctrain_tools.launch.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain_tools.launch.processes import Launched, over_pmi
+
 from hpctrain.base.safe_files import scratch_directory
-from hpctrain.starting.hosts import Hosts
-from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
-from hpctrain.starting.processes import Launched, over_pmi
 from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError
 from hpctrain_horovod.starter import supervised
 from hpctrain_horovod.starter.hosts import discovered

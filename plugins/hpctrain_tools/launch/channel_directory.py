@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.ranks.rank_channel import RankChannel, on_terminal
-from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL, attach_to_directory
+from hpctrain.ranks.rank_channel import on_terminal
+from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL
 from hpctrain.ranks.starter_directory import sweep as sweep
-from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
 __all__ = ["ChannelDirectory", "Ending", "ending_in", "sweep"]
 
@@ -102,16 +101,6 @@ def ending_in(directory: Path) -> Ending:
     with suppress(OSError):
         error = (directory / ERROR).read_text(errors="replace")
     return Ending(code, error)
-
-
-def attach(directory: Path) -> RankChannel:
-    """A rank's side: the starter can signal the rank and shows its output, and the rank exits with the starter.
-
-    directory: the starter's, or the word of channel_streams.py for ranks on several hosts.
-
-    Call it before MPI starts: MPI's wait for the other ranks would outlast the starter. Raises EnvironmentUnfitError.
-    """
-    return attach_to_mpiexec(str(directory)) if is_word(str(directory)) else attach_to_directory(directory)
 
 
 def _send(file: Path, number: int) -> None:

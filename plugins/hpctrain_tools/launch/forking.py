@@ -25,11 +25,11 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.plugins.entry_points import entry_points
 from hpctrain.ranks.signals import ANSWERED
-from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.processes import StartRank, spawn
+from hpctrain_tools.launch.mpi_library import ask_library
+from hpctrain_tools.launch.processes import StartRank, spawn
 
 _ON_THE_WAY = (
-    "hpctrain.starting.channel_directory", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo",
+    "hpctrain.ranks.starter_directory", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo",
     "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
 """Modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports."""
@@ -81,7 +81,7 @@ def _preload(command: str) -> None:
 
 
 def _unfit() -> str | None:
-    """What the imports have done that a forked process can't use."""
+    """The effect of the imports that a forked process can't use, if there is one."""
     from hpctrain.base.devices import is_started
 
     mpi: Any = sys.modules.get("mpi4py.MPI")

@@ -20,13 +20,13 @@ from hpctrain.base.launcher_variables import TYPED
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
-from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel, sweep
-from hpctrain.starting.forking import prepare
-from hpctrain.starting.hosts import Hosts
-from hpctrain.starting.on_hosts import OnHosts
-from hpctrain.starting.placement import Placement, ask_counts
-from hpctrain.starting.processes import Launched, StartRank, launch, spawn
-from hpctrain.starting.stop_requests import StopRequests, noted_signals
+from hpctrain_tools.launch.channel_directory import ChannelDirectory, StarterChannel, sweep
+from hpctrain_tools.launch.forking import prepare
+from hpctrain_tools.launch.hosts import Hosts
+from hpctrain_tools.launch.on_hosts import OnHosts
+from hpctrain_tools.launch.placement import Placement, ask_counts
+from hpctrain_tools.launch.processes import Launched, StartRank, launch, spawn
+from hpctrain_tools.launch.stop_requests import StopRequests, noted_signals
 
 _POLL = 0.1
 """Seconds between checks for signals, and for ranks that can receive them."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.starting.channel_streams import Heard
-from hpctrain.starting.mpi_library import MPICH, OPEN_MPI
-from hpctrain.starting.output_relay import Filter, Relay
+from hpctrain_tools.launch.channel_streams import Heard
+from hpctrain_tools.launch.mpi_library import MPICH, OPEN_MPI
+from hpctrain_tools.launch.output_relay import Filter, Relay
 
 __all__ = ["UnderMpiexec", "find_mpiexec"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hpctrain.base.child_python import python_code
-from hpctrain.starting.pmi import PmiServer
+from hpctrain_tools.launch.pmi import PmiServer
 
 __all__ = ["ask_library"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Protocol
 
-from hpctrain.starting.channel_streams import Heard, Listener
+from hpctrain_tools.launch.channel_streams import Heard, Listener
 
 _CHUNK = 2**16
 _RULE = b"-" * 74 + b"\n"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from hpctrain.base.child_python import python_code
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.starting.hosts import Hosts, read_hostfile
+from hpctrain_tools.launch.hosts import Hosts, read_hostfile
 
 __all__ = ["Counts", "ask_counts"]
 
 _SECONDS = 300.0
-_PROGRAM = "from hpctrain.checking.counts import main; main()"
+_PROGRAM = "from hpctrain_tools.launch.counts import main; main()"
 _LOOK_SECONDS = 3.0
 """How often the hostfile is read while fewer ranks run than asked for."""
 _FAILURES = 2

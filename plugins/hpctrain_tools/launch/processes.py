@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain.base.launcher_variables import STARTER_VARIABLE
-from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.mpiexec import UnderMpiexec, ending_with_this_process, find_mpiexec
-from hpctrain.starting.pmi import PmiServer
+from hpctrain_tools.launch.mpi_library import ask_library
+from hpctrain_tools.launch.mpiexec import UnderMpiexec, ending_with_this_process, find_mpiexec
+from hpctrain_tools.launch.pmi import PmiServer
 
 __all__ = ["Launched", "over_pmi"]
 

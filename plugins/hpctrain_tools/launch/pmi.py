@@ -106,7 +106,7 @@ class PmiServer:
         """The descriptors that this rank must inherit: its end and the server's end.
 
         With the server's end open, MPI does not notice that the server has ended. MPI would end the rank at once, before
-        the rank can clean up (starting/channel_directory.py).
+        the rank can clean up (channel_directory.py).
         """
         return self._theirs[rank].fileno(), self._ours[rank].fileno()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.base.errors import UsageError
-from hpctrain.starting.mpi_library import OPEN_MPI
+from hpctrain_tools.launch.mpi_library import OPEN_MPI
 
 __all__ = ["HERE", "Hosts", "read_hostfile"]
 

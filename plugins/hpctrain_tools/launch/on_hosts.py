@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.starting.channel_streams import Heard, signals, word
-from hpctrain.starting.hosts import Hosts
-from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain_tools.launch.channel_streams import Heard, signals, word
+from hpctrain_tools.launch.hosts import Hosts
+from hpctrain_tools.launch.mpi_library import ask_library
+from hpctrain_tools.launch.mpiexec import UnderMpiexec, find_mpiexec
 
 APPEAR_SECONDS = 120.0
 """Limit for the start of Python on all ranks. Without it, an ssh to a host that is off would hang for minutes."""

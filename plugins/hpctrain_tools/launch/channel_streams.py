@@ -7,21 +7,14 @@ tell that they have started or can answer signals, and the job's exit code.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hpctrain.base.launcher_variables import mpiexec_rank
-from hpctrain.ranks.rank_channel import RankChannel, on_terminal
+from hpctrain.ranks.rank_channel import on_terminal
+from hpctrain.ranks.starter_streams import ERRORS_ON_TERMINAL, ON_TERMINAL, WORD
 
-_WORD = "mpiexec"
-"""The word in place of a directory in `--started-by`."""
-_ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
-"""Additions behind the word, in this order."""
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40
 """More bytes after the first control character are no message."""
@@ -41,43 +34,7 @@ _FAILED = (
 
 def word() -> str:
     """The word that the ranks get as `--started-by`."""
-    return _WORD + _ON_TERMINAL * on_terminal(sys.stdout) + _ERRORS_ON_TERMINAL * on_terminal(sys.stderr)
-
-
-def is_word(text: str) -> bool:
-    """Whether a starter has given it, and no directory."""
-    return re.fullmatch(f"{_WORD}({_ON_TERMINAL})?({_ERRORS_ON_TERMINAL})?", text) is not None
-
-
-def attach_to_mpiexec(text: str) -> RankChannel:
-    """A rank's side. Call it before MPI starts: the starter counts the ranks that have started."""
-    rank = mpiexec_rank()
-    out = os.dup(2)  # what users' code does to standard error does not matter
-    ready = threading.Event()
-    if rank == 0:
-        read = os.dup(0)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes that the rank starts must not take the signals
-        threading.Thread(target=_take_signals, args=(read, ready), daemon=True).start()
-
-    def say(what: str, number: int) -> None:
-        with suppress(OSError):  # the launcher is gone, and ends the ranks
-            os.write(out, f"\x1ehpctrain {what} {number}\x1f".encode())
-
-    def answers_signals() -> None:
-        ready.set()
-        say("ready", rank)
-
-    say("started", rank)
-    terminal, error_terminal = _ON_TERMINAL in text, _ERRORS_ON_TERMINAL in text
-    return RankChannel(terminal, error_terminal, lambda code: say("exit", code), answers_signals)
-
-
-def _take_signals(read: int, ready: threading.Event) -> None:
-    with os.fdopen(read, "rb") as lines:
-        for line in lines:
-            ready.wait()
-            if line.strip().isdigit():
-                os.kill(os.getpid(), int(line))
+    return WORD + ON_TERMINAL * on_terminal(sys.stdout) + ERRORS_ON_TERMINAL * on_terminal(sys.stderr)
 
 
 @dataclass
