@@ -83,7 +83,10 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     recorder = Recorder()
     checked.registry.manager.register(recorder)
     hooks = LifeCycle(checked.registry, detect(), [])
-    session = assemble(Start(World(detect(), HashStore(), RankChannel()), checked, torch.device("cpu"), hooks, "never"))
+    start = Start(detect(), RankChannel(), lambda: checked.raw, "never")
+    start.world, start.checked = World(start.identity, HashStore(), start.channel), checked
+    start.device, start.hooks = torch.device("cpu"), hooks
+    session = assemble(start)
     try:
         train(session, StopRequest())
     finally:

@@ -91,7 +91,9 @@ class Bench:
         """A step of hpctrain, which returns its loss."""
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
-        session = assemble(Start(self._world, checked, self.device, hooks, "never"))
+        start = Start(self._world.identity, self._world.channel, lambda: checked.raw, "never")
+        start.world, start.checked, start.device, start.hooks = self._world, checked, self.device, hooks
+        session = assemble(start)
         steps = Steps(session, StopRequest())
         steps.open()
         return lambda: train_step(steps)[1].figures.loss

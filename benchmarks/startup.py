@@ -197,8 +197,7 @@ def restart(start: str, directory: str, number: int) -> Restart:
         if not at and line.startswith("step "):
             while not Path(directory, output, "checkpoints", "latest").exists():
                 time.sleep(_POLL)
-            below = psutil.Process(process.pid).children(recursive=True)
-            ranks = [one for one in below if "--started-by" in one.cmdline()]
+            ranks = psutil.Process(process.pid).children()
             at.append(time.perf_counter())
             ranks[1].kill()
             while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (ranks[0], *ranks[2:])):

@@ -88,7 +88,7 @@ from hpctrain.contracts.dataset import (
     Weights,
 )
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, Membership, PluginState, Request
+from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, Membership, PluginState, Profiler, Request
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric
 from hpctrain.contracts.model import (
@@ -106,13 +106,11 @@ from hpctrain.contracts.model import (
     TokenModel,
 )
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
-from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism
+from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism, PipelineSchedule
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
-from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import ByteSize, Machine, Options, Plugin, Problem
 from hpctrain.contracts.precision import LossScaler, Precision
-from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
 from hpctrain.contracts.sharding import ShardedModel, Sharding
@@ -133,10 +131,8 @@ from hpctrain.ranks.json_collectives import (
     gather_values,
     scatter_outcomes,
 )
-from hpctrain.version import API_VERSION
 
 __all__ = [
-    "API_VERSION",
     "EXIT_ENVIRONMENT",
     "TABLE_BYTES",
     "ActivationCheckpointing",

@@ -80,7 +80,14 @@ class Started:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that train, without launchers and those that stand for a rank under mpiexec."""
-        return [p for p in self.members() if "hpctrain" in (words := _command_line(p))[:5] and "--started-by" in words]
+        words = {process: _command_line(process) for process in self.members()}
+        by_pid = {process.pid: line for process, line in words.items()}
+        return [
+            process
+            for process, line in words.items()
+            # a forked rank has its starter's command line
+            if "hpctrain" in line[:5] and ("--started-by" in line or by_pid.get(_parent(process)) == line)
+        ]
 
     def kill_all(self) -> None:
         for process in self.members():
@@ -94,6 +101,13 @@ class Started:
         while (members := self.members()) and time.monotonic() < give_up:
             time.sleep(0.1)
         return [" ".join(_command_line(p)) for p in members]
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.plugins.hookspecs import CommandHook
+from hpctrain.plugins.slots import SLOTS
+
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "plugins"
 CONTRACTS = ROOT / "hpctrain" / "contracts"
@@ -116,19 +119,18 @@ def contract(page: str) -> str:
     """The contract of a slot, or of what every plugin has."""
     files = (*sorted(CONTRACTS.glob("*.py")), HOOKS)
     known = {one.name: one for file in files for one in definitions(ast.parse(file.read_text()).body)}
-    blocks = [*_registration(page, known["RegistrationHooks"].node), *(_shown(known[name]) for name in PAGES[page])]
+    blocks = [*_registration(page), *(_shown(known[name]) for name in PAGES[page])]
     return "\n\n".join(blocks)
 
 
-def _registration(page: str, hooks: Node) -> Iterator[str]:
-    assert isinstance(hooks, ast.ClassDef)
-    for one in hooks.body:
-        if isinstance(one, ast.FunctionDef) and one.name == f"hpctrain_{page}":
-            assert one.returns is not None
-            returns = ast.unparse(one.returns)
-            yield _wrapped(f"The registration hook `{one.name}` returns `{returns}`.")
-            if not returns.startswith("list["):
-                yield from _text(ast.get_docstring(one))
+def _registration(page: str) -> Iterator[str]:
+    if page in SLOTS:
+        yield _wrapped(
+            f"The registration hook `{SLOTS[page].hook}` returns `list[type[{SLOTS[page].contract.__name__}]]`."
+        )
+    if page == "command":
+        yield "The registration hook `hpctrain_command` returns `click.Command`."
+        yield from _text(CommandHook.hpctrain_command.__doc__)
 
 
 def _shown(one: Definition) -> str:

@@ -1,5 +1,5 @@
 """Starts `python -m hpctrain WORDS` as a fork of a process that has imported torch and hpctrain: in milliseconds, not seconds.
-So does such a command start the fork server of its ranks, and horovodrun its workers.
+So does horovodrun start its workers.
 
 The child goes on as a fresh interpreter: it runs `hpctrain` as `__main__` with its own arguments, directory, environment, streams
 and session, and the interpreter ends as always. Variables that work on an import (IMPORTED_WITH) work no more: `launching` starts
@@ -30,8 +30,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.ranks.process import ROOM, ROOM_VARIABLE, show_command
-
 IMPORTED_WITH = (
     "PYTHON",
     "OMP_",
@@ -55,7 +53,6 @@ MARK = "HPCTRAIN_TEST_MARK"
 """The variable by which launching.py finds the processes of a command."""
 _NO_MARK = "-" * 32
 _OF_RANKS = ("PMI", "MPI_LOCAL", "MPIR_", "OMPI_")
-_FORK_SERVER = "hpctrain.starting.fork_server"
 _ARGUMENTS = " " * 1000
 """Room for the words that `ps` shows of a forked process."""
 _LONGEST = 2**17
@@ -134,7 +131,7 @@ class _Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), _ARGUMENTS],
-                env=_environment({MARK: _NO_MARK, ROOM_VARIABLE: ROOM}), pass_fds=[theirs.fileno()],
+                env=_environment({MARK: _NO_MARK}), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._socket = ours
@@ -249,18 +246,27 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
 
 
 def _show(words: Sequence[str]) -> None:
-    """What the system shows of this process: its words and its mark. The room for a rank's variables stays."""
-    show_command(words)
-    words_of_stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = map(int, words_of_stat[47:49])  # fields 50 and 51 of proc(5)
-    place = ctypes.string_at(begin, end - begin).find(f"{MARK}={_NO_MARK}".encode())
+    """What the system shows of this process: its words and its mark."""
+    begin, end, variables, last = _areas()
+    _overwrite(begin, end - begin, words)
+    place = ctypes.string_at(variables, last - variables).find(f"{MARK}={_NO_MARK}".encode())
     assert place >= 0
     mark = os.environ[MARK].encode()
-    ctypes.memmove(begin + place + len(MARK) + 1, mark, len(mark))
+    ctypes.memmove(variables + place + len(MARK) + 1, mark, len(mark))
+
+
+def _areas() -> tuple[int, ...]:
+    """arg_start, arg_end, env_start and env_end: fields 48 to 51 of /proc/PID/stat, as in proc(5)."""
+    return tuple(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
+
+
+def _overwrite(place: int, size: int, words: Sequence[str]) -> None:
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: size - 1]
+    ctypes.memmove(place, text.ljust(size, b"\0"), size)
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks this process where it would start a fork server, or a Horovod script's worker, which would import what it has."""
+    """Forks this process where it would start a Horovod script's worker, which would import what it has."""
 
     imported_with: Mapping[str, str] = {}
 
@@ -290,8 +296,6 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _program(words: list[str]) -> Callable[[list[str]], None] | None:
     """What runs these words in a fork; None if it takes a new process."""
-    if words[1:3] == ["-m", _FORK_SERVER]:
-        return _run_server
     return _run_worker if len(words) > 1 and words[1].endswith("/as_worker.py") else None
 
 
@@ -312,13 +316,6 @@ def _be_new(descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
     subprocess.Popen = subprocess.Popen.__base__  # type: ignore[assignment, misc]
 
 
-def _run_server(words: list[str]) -> None:
-    show_command(words)
-    sys.argv = [_FORK_SERVER, *words[3:]]
-    del sys.modules[_FORK_SERVER]  # the starter's; else runpy warns
-    runpy.run_module(_FORK_SERVER, run_name="__main__", alter_sys=True)
-
-
 def _run_worker(words: list[str]) -> None:
     """Run the Python script of a worker, as as_worker.py would by exec; by exec what is none."""
     execute = os.execvp
@@ -327,7 +324,8 @@ def _run_worker(words: list[str]) -> None:
         os.execvp = execute
         if command[0] != sys.executable or not command[1].endswith(".py"):
             execute(file, command)
-        show_command(command)
+        begin, end, *_ = _areas()
+        _overwrite(begin, end - begin, command)
         sys.argv = command[1:]
         sys.path[0] = str(Path(command[1]).parent.absolute())
         # absolute, as Python makes it: processes that multiprocessing starts would look for it where this one began

@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.base.uncompiled import uncompiled
 
+__all__ = ["SynchronizedBatchNorm"]
+
 
 class SynchronizedBatchNorm(nn.BatchNorm1d):
     """torch.nn.BatchNorm of any number of dims, with the mean and the variance over all processes, which may have different numbers

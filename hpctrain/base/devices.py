@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["nccl_version"]
+
 _SYSTEM_FILES = (("/dev/nvidia0", "an NVIDIA GPU", "CUDA"), ("/dev/kfd", "an AMD GPU", "ROCm"))
 """Files of drivers, the vendor, and what torch must be built with."""
 

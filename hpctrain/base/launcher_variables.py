@@ -11,6 +11,8 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
+__all__ = ["RankNumbers", "job_id", "launched", "set_variables", "started_variables"]
+
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED")
 _MPIRUN = (*_OPEN_MPI, "MPI_LOCALNRANKS")
 """Set by the mpiexec of Open MPI 4, Open MPI 5 and MPICH. Under Slurm, Slurm's own variables may describe only their proxies."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import select
 import shutil
 import stat
 import tempfile
@@ -124,26 +123,6 @@ def read_all(fd: int, path: Path, most: int) -> bytes:
         raise _refused(errno.EFBIG, f"it has {size} bytes, expected at most {most}", path)
     with open(fd, "rb", closefd=False) as file:
         return file.read(size)
-
-
-def read_pipe(path: Path, most: int = SMALL_BYTES, seconds: float = 10.0) -> bytes:
-    """Read what a writer puts into the pipe `path` until it closes it; OSError for more than `most` bytes, or none within
-    `seconds`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # must not wait for its other end
-    try:
-        waiting, content = select.poll(), b""
-        waiting.register(fd, select.POLLIN)  # the end of the last writer is told, too, but not that there was none yet
-        while True:
-            if not waiting.poll(1000 * seconds):
-                raise _refused(errno.ETIMEDOUT, f"nothing was written into this pipe for {seconds:g} s", path)
-            part = os.read(fd, 2**16)
-            content += part
-            if not part:
-                return content
-            if len(content) > most:
-                raise _refused(errno.EFBIG, f"it gives more than {most} bytes, expected at most so many", path)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

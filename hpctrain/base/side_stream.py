@@ -17,6 +17,8 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.torch_private import foreach_copy_
 
+__all__ = ["Done", "SideStream"]
+
 
 @dataclass(frozen=True)
 class Done:

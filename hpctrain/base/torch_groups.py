@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import HashStore as HashStore
 # The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
+__all__ = ["AllgatherOptions", "accelerator_group"]
+
 
 class PythonGroup(dist.ProcessGroup):
     """A process group on the CPU whose operations are methods in Python."""

@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 # Selective activation checkpointing looks at each operator that is computed again. torch documents this class under this name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+__all__ = ["foreach_copy_"]
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.base.torch_private import delay_compiler
@@ -19,8 +20,8 @@ from hpctrain.checking.trial import build_outline, open_outside, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
-from hpctrain.job.raw import Key, RawJob
+from hpctrain.job.problems import JobError, PlacedProblem, keys_below, problems_of, validate
+from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout, layout_of, plan_of
 from hpctrain.plugins.blame import retell_plugin_error
@@ -29,7 +30,7 @@ from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks.detection import torchrun_variables
 
-_LIMIT = ("job", "time_limit")
+__all__ = ["CheckedJob", "check"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,7 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys()
         else torchrun_variables(Identity(size=world_size or 1))
     ):
-        try:
-            return _check(raw, world_size, tries)
-        except JobError as error:
-            again = raw.with_texts(problem.key for problem in error.problems if problem.wants_text)
-            if again is None:
-                raise
-        return _check(again, world_size, tries)
+        return _check(raw, world_size, tries)
 
 
 def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
@@ -122,33 +117,13 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
-    if _LIMIT in raw.texts and isinstance(raw.tables["job"]["time_limit"], int | float):
-        why = "a number in a job file is in seconds, Slurm's in minutes"
-        problems.append(
-            PlacedProblem(
-                _LIMIT, f"[job] time_limit: expected a unit, such as 10m or 600s, found {raw.texts[_LIMIT]}: {why}"
-            )
-        )
     try:
         job = validate(Job, raw.tables)
     except ValidationError as error:
-        problems += problems_of(error, (), raw.tables, _core_keys)
+        problems += problems_of(error, (), raw.tables, partial(keys_below, Job, ["extends"]))
         return None
     assert isinstance(job, Job)
     return job
-
-
-def _core_keys(table: Key) -> list[str]:
-    """The keys of one of the core's tables, or of a table in one."""
-    if not table:
-        return [*Job.model_fields, "extends"]
-    fields = Job.model_fields
-    for key in (key for key in table if isinstance(key, str)):
-        annotation = fields[key].annotation if key in fields else None
-        parts = (getattr(one, "__origin__", one) for one in (annotation, *get_args(annotation)))  # without Annotated
-        inner = [one for one in parts if isinstance(one, type)]
-        fields = next((one.model_fields for one in inner if issubclass(one, BaseModel)), {})
-    return list(fields)
 
 
 def _installed(registry: Registry) -> dict[str, Any]:

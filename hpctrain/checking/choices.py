@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, HpctrainError
@@ -10,11 +10,12 @@ from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Machine, Plugin
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
-from hpctrain.job.raw import Key, dotted
+from hpctrain.job.raw import dotted
 from hpctrain.job.tables import Job
+from hpctrain.job.toml import Key
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import TABLES
+from hpctrain.plugins.slots import TABLES, Slot
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,27 @@ class Choice:
         return dotted(self.key) + (f" = {self.value}" if self.value else "")
 
 
+def placed(parts: Parts) -> Iterator[tuple[Slot, Key, Plugin]]:
+    """Every plugin of a job with its slot and the place of its table, in the order of the slots."""
+    for slot in TABLES:
+        made = getattr(parts, f"{slot.name}s" if slot.many else slot.name)
+        if slot.key is None:
+            yield from ((slot, (slot.name, name), plugin) for name, plugin in made.items())
+        elif slot.many:
+            yield from ((slot, (slot.name, i), plugin) for i, plugin in enumerate(made))
+        else:
+            yield slot, (slot.name,), made
+
+
 def choices(job: Job, parts: Parts) -> list[Choice]:
     """Every plugin of the job, in the order of the slots. A plugin chosen by another plugin's options follows that plugin."""
     found: list[Choice] = []
-    for slot in TABLES:
+    for slot, table, plugin in placed(parts):
         if slot.key is None:
-            named: dict[str, Plugin] = getattr(parts, slot.name)
-            found += [Choice((slot.name, name), plugin) for name, plugin in named.items()]
-        elif slot.many:
-            plugins: list[Plugin] = getattr(parts, f"{slot.name}s")
-            found += [Choice((slot.name, i, "name"), plugin, repr(plugin.name)) for i, plugin in enumerate(plugins)]
-        elif slot.name == "sharding":
-            chosen_by, value = job.sharding.choice
-            found.append(Choice(("sharding", chosen_by), parts.sharding, value))
+            found.append(Choice(table, plugin))
         else:
-            plugin: Plugin = getattr(parts, slot.name)
-            assert slot.key is not None
-            found.append(Choice((slot.name, slot.key), plugin, repr(plugin.name)))
+            key, value = job.sharding.choice if slot.name == "sharding" else (slot.key, repr(plugin.name))
+            found.append(Choice((*table, key), plugin, value))
     return [one for choice in found for one in (choice, *_inner(choice))]
 
 

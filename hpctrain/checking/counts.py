@@ -11,12 +11,9 @@ from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
-from hpctrain.job.problems import JobError, PlacedProblem, sentence
+from hpctrain.job.problems import sentence
 from hpctrain.job.reading import read_job
 from hpctrain.model.mesh import layout_of, plan_of
-
-_SHOWN = 8
-"""Numbers that a note lists."""
 
 
 def why_not(checked: CheckedJob, ranks: int) -> str | None:
@@ -29,23 +26,6 @@ def why_not(checked: CheckedJob, ranks: int) -> str | None:
     plan = plan_of(job, parts, checked.plan.outline, layout)
     problems = [*combination_problems(job, parts, plan), *plugin_problems(job, parts, plan, checked.registry)]
     return problems[0].message if problems else None
-
-
-def elastic_note(checked: CheckedJob, ranks: int | None) -> str | None:
-    """The numbers of ranks on which the job can go on when some of `ranks` are missing, as a sentence. Raises JobError for none."""
-    table = checked.job.elastic
-    if table is None or ranks is None or table.min_ranks >= ranks:
-        return None
-    fewer = range(ranks - 1, table.min_ranks - 1, -1)
-    fits = [number for number in fewer if why_not(checked, number) is None]
-    if not fits:
-        why = (
-            f"[elastic] min_ranks: found {table.min_ranks}, but the job fits no number of ranks from there to {ranks - 1}: on "
-            f"{fewer[0]}, {why_not(checked, fewer[0])}; expected a lower number, or leave [elastic] out"
-        )
-        raise JobError(checked.raw, [PlacedProblem(("elastic", "min_ranks"), why)])
-    more = f" and {len(fits) - _SHOWN} more" if len(fits) > _SHOWN else ""
-    return f"[elastic]: when some of {ranks} ranks are missing, the job goes on with {', '.join(map(str, fits[:_SHOWN]))}{more}"
 
 
 def main() -> None:

@@ -33,15 +33,14 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     return checked, data
 
 
-def sizes(checked: CheckedJob) -> tuple[str, int | None] | None:
+def sizes(checked: CheckedJob) -> tuple[str, int | None]:
     """The parameters in words ("6,115 parameters"), and the bytes that a rank needs for them, their gradients and the optimizer's
-    state, without activations, buffers and what libraries keep; None for a model that could not be built.
+    state, without activations, buffers and what libraries keep.
 
     The bytes are None where the number of ranks is not known, or what the strategy of sharding or the optimizer keeps.
     """
     job, parts, plan = checked.job, checked.parts, checked.plan
-    if plan.outline is None:
-        return None
+    assert plan.outline is not None, "a thorough check has built the model"
     dtype, names = parts.precision.parameter_dtype, trained_names(plan.outline, job.model.freeze, job.model.trainable)
     elements = {name: parameter.numel() for name, parameter in plan.outline.named_parameters()}
     everything, trained = sum(elements.values()), sum(elements[name] for name in names)

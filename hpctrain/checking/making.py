@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.plugin import Options
-from hpctrain.job.problems import PlacedProblem, problems_of, validate
-from hpctrain.job.raw import Key, RawJob, dotted
+from hpctrain.job.problems import PlacedProblem, inner_table, keys_below, problems_of, validate
+from hpctrain.job.raw import RawJob, dotted
+from hpctrain.job.toml import Key
 from hpctrain.job.training_tables import ParameterGroup
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
@@ -79,7 +80,7 @@ class PartsMaker:
                 return as_plugin(slot, name, table, options)
             cls: Any = self.registry.find(slot.name, name).cls
         except HpctrainError as error:
-            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
+            self.problems.append(PlacedProblem.at(chooser, str(error), error.exit_code))
             return None
         validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
         if validated is None:
@@ -100,14 +101,14 @@ class PartsMaker:
         """The plugins that valid options hold; None where one of them can't be made."""
         made: dict[str, dict[str, Any]] = {}
         for option, name in cls.holds.items():
-            own, slot = [*_inner(cls.Options, option).model_fields], SLOTS[name]
+            own, slot = [*inner_table(cls.Options, option).model_fields], SLOTS[name]
             for place, table in options.get(option, {}).items():
                 inner = {k: v for k, v in table.items() if k == slot.key or k not in own}
                 strange = next((k for k in inner if k != slot.key and k in table_class(slot).model_fields), None)
                 if strange is not None:
                     where = (*key, option, place, strange)
                     why = f"it is a key of [{slot.name}] itself, expected one of {table[slot.key]!r}; move it there"
-                    self.problems.append(PlacedProblem(where, f"{dotted(where)}: {why}"))
+                    self.problems.append(PlacedProblem.at(where, why))
                     return None
                 made.setdefault(option, {})[place] = self._plugin(
                     slot, table[slot.key], inner, (*key, option, place), slot.key
@@ -120,8 +121,7 @@ class PartsMaker:
             try:
                 self.registry.find(slot, getattr(options, option))
             except HpctrainError as error:
-                place = (*key, option)
-                self.problems.append(PlacedProblem(place, f"{dotted(place)}: {error}", error.exit_code))
+                self.problems.append(PlacedProblem.at((*key, option), str(error), error.exit_code))
                 return False
         return True
 
@@ -147,7 +147,7 @@ class PartsMaker:
         try:
             return validate(model, options)
         except ValidationError as error:
-            known = partial(_option_keys, model, own)
+            known = partial(keys_below, model, own)
             self.problems += problems_of(error, key, self.raw.tables, known, owners)
             return None
 
@@ -169,20 +169,3 @@ class PartsMaker:
             chosen = {"pattern": [pattern] if isinstance(pattern, str) else pattern, "max_dims": group.get("max_dims")}
             groups.append({**chosen, **values})
         return groups
-
-
-def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
-    """The keys of a plugin's table, or of a table `below` it. own: the core's keys of the same table."""
-    if not below:
-        return [*model.model_fields, *own]
-    if isinstance(below[0], int):  # a row of a list of tables
-        return _option_keys(model, own, below[1:])
-    inner = _inner(model, str(below[0]))
-    return _option_keys(inner, (), below[1:]) if inner is not BaseModel else []
-
-
-def _inner(model: type[BaseModel], option: str) -> type[BaseModel]:
-    """The model of the tables that an option has; BaseModel where it has none."""
-    field = model.model_fields.get(option)
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)

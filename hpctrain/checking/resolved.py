@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.safe_files import read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.choices import placed
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.output_lock import OutputLock
+from hpctrain.job.raw import value_at
 from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.toml import written
-from hpctrain.plugins.slots import TABLES
 
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
 """Keys that must match for a directory's checkpoints to belong to this job."""
@@ -39,15 +40,8 @@ def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
     job, parts = checked.job, checked.parts
     tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
     tables["job"]["output_dir"] = str(job.output_dir)
-    for slot in TABLES:
-        if slot.many:
-            for table, plugin in zip(tables[slot.name], getattr(parts, f"{slot.name}s"), strict=True):
-                table.update(_options(plugin))
-        elif slot.key is None:
-            for name, plugin in getattr(parts, slot.name).items():
-                tables[slot.name][name].update(_options(plugin))
-        else:
-            tables[slot.name].update(_options(getattr(parts, slot.name)))
+    for _, key, plugin in placed(parts):
+        value_at(tables, key).update(_options(plugin))
     return tables
 
 

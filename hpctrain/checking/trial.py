@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +18,6 @@ from hpctrain.checkpoint.writing import alone
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
-from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Machine
 from hpctrain.contracts.precision import Precision
 from hpctrain.data.opening import Data, open_data
@@ -38,32 +30,22 @@ from hpctrain.model.parameters import build_optimizer, tied_parameters
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
 
-BUILDING_SECONDS = 20.0
-"""The time limit for building the user's own model. A model with values can fill the memory of a node."""
-
 _FULL = 0.9
 """The share of lr that a schedule is expected to reach."""
-
-
-class _TooSlow(BaseException):
-    """Ends a trial that takes too long. No Exception, so that the user's code does not catch it."""
 
 
 def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, registry: Registry) -> nn.Module | None:
     """The model's modules, on the meta device where they can be built there.
 
-    tries: build the user's own model, too; the result is None if that takes longer than BUILDING_SECONDS.
+    tries: build the user's own model, too; else the result is None for it.
     """
     try:
         if isinstance(spec, MetaModel):
             return build_on_meta(spec)
         if tries:
-            with _no_longer_than(BUILDING_SECONDS):
-                return _built(spec)
+            return _built(spec)
     except HpctrainError as error:
         problems.append(PlacedProblem(("model", "name"), str(error), error.exit_code))
-    except _TooSlow:
-        pass  # `notes` reports it
     except Exception as error:  # a third party's code: the report names it
         why = f"[model] name = {spec.name!r}: {raised_in(error, registry)}"
         problems.append(PlacedProblem(("model", "name"), why, EXIT_TRAINING))
@@ -83,8 +65,8 @@ def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry:
         problems.append(PlacedProblem(("optimizer", "name"), why, EXIT_TRAINING))
 
 
-def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | None) -> list[str]:
-    """Sentences about matters that are not mistakes of the job: missing requirements of this machine, skipped checks."""
+def notes(job: Job, parts: Parts, registry: Registry, ranks: int | None) -> list[str]:
+    """Sentences about matters that are not mistakes of the job: missing requirements of this machine, a rate that stays low."""
     machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device_of_rank(0))
     said = [
         f"hpctrain run would refuse this machine: {sentence}"
@@ -101,32 +83,7 @@ def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | N
             f"[schedule] name = {parts.schedule.name!r}: the learning rate rises to {peak:.0%} of [optimizer] lr within "
             f"{steps} {job.schedule.unit}s"
         )
-    if plan.outline is None:
-        said.append(
-            f"[model] name = {parts.model.name!r} was not built within {BUILDING_SECONDS:g} s: its modules are not checked"
-        )
     return said
-
-
-@contextmanager
-def _no_longer_than(seconds: float) -> Iterator[None]:
-    """Raises _TooSlow in the block after `seconds`. Works in the main thread only, as signals do."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    begin, handler = time.monotonic(), signal.signal(signal.SIGALRM, _stop)
-    earlier, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if earlier:  # restore an earlier timer
-            signal.setitimer(signal.ITIMER_REAL, max(earlier - (time.monotonic() - begin), 0.001))
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TooSlow
 
 
 def _built(spec: ModelSpec) -> nn.Module:

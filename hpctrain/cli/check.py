@@ -18,26 +18,18 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
 
     If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
-    from hpctrain.checking.counts import elastic_note
     from hpctrain.checking.full_check import check_thoroughly, sizes
     from hpctrain.checking.trial import notes
     from hpctrain.job.reading import read_job
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
-    elastic = elastic_note(checked, ranks)
-    for note in [
-        *checked.registry.told(),
-        *notes(checked.job, checked.parts, checked.plan, checked.registry, ranks),
-        *([elastic] if elastic is not None else []),
-    ]:
+    for note in [*checked.registry.told(), *notes(checked.job, checked.parts, checked.registry, ranks)]:
         say(f"{job}: note: {note}", err=True)
     about = "about " if data.training.is_estimate else ""
     told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"
     steps = f"{about if checked.job.job.epochs else ''}{data.steps} steps"
     say(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))
-    measured = sizes(checked)
-    if measured is not None:
-        parameters, nbytes = measured
-        needs = "parameters, gradients and optimizer state, and more for activations"
-        told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
-        say(f"{job}: {parameters}{told}")
+    parameters, nbytes = sizes(checked)
+    needs = "parameters, gradients and optimizer state, and more for activations"
+    told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
+    say(f"{job}: {parameters}{told}")

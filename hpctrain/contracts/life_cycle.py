@@ -1,4 +1,4 @@
-"""The objects that life-cycle hooks give to plugins and take from them."""
+"""The slots `hook` and `profile`, and the objects that life-cycle hooks give to plugins and take from them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ class Hook(Plugin):
 
         Called on every rank; all must return the same hooks, since some of them communicate.
         """
+
+
+class Profiler(Hook):
+    """Records what ranks do, as the table `[profile]` says or when `hpctrain profile RUN_DIR --now` asks a running job.
+
+    Every job starts its profiler, whose default options must record nothing: then `start()` returns an object that has
+    `hpctrain_request` and costs a step nothing. What takes part in a window of steps joins for that time (`Membership`).
+    """
 
 
 class LiveModel(Protocol):

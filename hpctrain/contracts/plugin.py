@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from abc import ABCMeta
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,19 +63,10 @@ class Machine:
     device: torch.device | None = None
 
 
-class _Frozen(ABCMeta):
-    """A metaclass whose classes' instances take no attributes after their constructor."""
-
-    def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        plugin = super().__call__(*args, **keywords)
-        object.__setattr__(plugin, "_is_made", True)
-        return plugin
-
-
-class Plugin(metaclass=_Frozen):
+class Plugin(ABC):
     """Base of the classes that the registration hooks return; each slot has its own subclass of it.
 
-    A plugin is a description: cheap to make, frozen once made, and without state. What runs is made by its factory methods
+    A plugin is a description: cheap to make, and without state. What runs is made by its factory methods
     (`Sharding.shard`, `Precision.start`, `Parallelism.apply`, ...), for each job anew.
     """
 
@@ -137,14 +128,6 @@ class Plugin(metaclass=_Frozen):
         Asked, the cheapest first, when a rank has run out of memory on `device`. ranks: those that see different samples.
         """
         return []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" in self.__dict__:
-            raise AttributeError(
-                f"the plugin {type(self).__qualname__} is a description and was given {name!r} after its constructor; keep "
-                "state in what its factory methods return"
-            )
-        super().__setattr__(name, value)
 
 
 def parse_bytes(value: object) -> object:

@@ -28,10 +28,8 @@ _CODE = re.compile(
     re.IGNORECASE,
 )
 """Parts of names whose values are programs, libraries, directories of these, or more variables."""
-_SECRET = re.compile(r"SECRET|TOKEN(?!IZER)|PASSW|CREDENTIAL|(?<!_[A-Z])KEYS?(_|$)", re.IGNORECASE)
+SECRET = re.compile(r"SECRET|TOKEN(?!IZER)|PASSW|CREDENTIAL|(?<!_[A-Z])KEYS?(_|$)", re.IGNORECASE)
 """Parts of names whose values are secrets; a PKEY and an RKEY are InfiniBand's."""
-_OF_THE_LAUNCHER = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
-"""Variables by which Open MPI's mpiexec tells its ranks something; no settings."""
 _READERS = {
     "torch": ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "TORCH_", "PYTORCH_"),
     "mpi4py.MPI": ("OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_"),
@@ -57,7 +55,7 @@ def name_problem(name: str) -> str | None:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or not name.startswith(PREFIXES):
         known = ", ".join(PREFIXES)
         return f"expected the name of a variable that begins with {known}; set others in the shell or the batch script"
-    if _SECRET.search(name):
+    if SECRET.search(name):
         return "expected no secret, since the job is recorded in its run; set it in the shell"
     if _CODE.search(name):
         return "expected no variable that may name code to load or to run, or further variables; set it in the shell"
@@ -172,18 +170,6 @@ def described(tables: Mapping[str, Any]) -> str:
         else:
             words.append(f"{name}={text}" + (", set too late: its reader had started" if name in _late else ""))
     return escaped("; ".join(words))
-
-
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """All variables that a job could set, for `hpctrain doctor`, without secrets and without those that differ by nature."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(PREFIXES)
-        and not _SECRET.search(name)
-        and not name.endswith("_VISIBLE_DEVICES")
-        and name not in _OF_THE_LAUNCHER
-    }
 
 
 def compare(mine: Mapping[str, str | None], first: Mapping[str, str | None]) -> tuple[Sequence[str], Sequence[str]]:

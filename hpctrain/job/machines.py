@@ -1,18 +1,13 @@
-"""Accelerators and their figures: shipped ones, and those of a file."""
+"""Accelerators and their figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from hpctrain.base.errors import UsageError, reason
-from hpctrain.job.toml import LimitError, parse
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -50,14 +45,6 @@ class Machine(BaseModel):
             raise ValueError("expected float32 among them, for what the table does not name")
         return flops
 
-    def sources(self) -> Iterator[str]:
-        """Sentences about the figures that a time depends on: which were measured, given, or guessed."""
-        kinds: dict[str, list[str]] = {"measured": [], "from data sheets": [], "guessed": []}
-        for name in ("flops", "bandwidth", "inside", "across", "efficiency", "latency", "launch", "overhead"):
-            given = "from data sheets" if name in self.model_fields_set and not self.measured else "guessed"
-            kinds["measured" if name in self.measured else given].append(name)
-        yield from (f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
-
     def peak(self, dtype: str, tf32: bool) -> float:
         """FLOP/s of products of a data type; of one that the machine doesn't name, those of float32."""
         if dtype == "float32" and tf32 and "tf32" in self.flops:
@@ -67,32 +54,12 @@ class Machine(BaseModel):
         return self.flops.get(dtype) or self.flops["float32"]
 
 
-def open_machine(name: str) -> Machine:
-    """A shipped machine by its name, or the table [machine] of a TOML file. Raises UsageError."""
-    tables = _shipped()
-    if name.lower() in tables:
-        return Machine.model_validate(tables[name.lower()])
-    path = Path(name)
-    try:
-        table = parse(path.read_text())["machine"]
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, LimitError, KeyError) as error:
-        why = "it has no table [machine]" if isinstance(error, KeyError) else reason(error)
-        raise UsageError(
-            f"--machine {name}: expected one of {', '.join(tables)}, or a TOML file with a table [machine]: {why}"
-        ) from None
-    try:
-        return Machine.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = " ".join(["[machine]", ".".join(map(str, first["loc"]))]).strip()
-        raise UsageError(f"{path}: {where}: {first['msg']}, found {first['input']!r}") from None
-
-
 def machine_of_device(name: str) -> Machine | None:
     """The shipped machine whose devices torch calls so; None for others, such as a slower variant of a card."""
-    found = (Machine.model_validate(table) for table in _shipped().values())
-    return next((one for one in found if any(fnmatchcase(name, pattern) for pattern in one.device_names)), None)
+    machines = (Machine.model_validate(table) for table in shipped_machines().values())
+    return next((one for one in machines if any(fnmatchcase(name, pattern) for pattern in one.device_names)), None)
 
 
-def _shipped() -> dict[str, Any]:
+def shipped_machines() -> dict[str, Any]:
+    """The tables of machines by their names."""
     return tomli.loads(files("hpctrain.job").joinpath("machines.toml").read_text())

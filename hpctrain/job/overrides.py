@@ -9,8 +9,8 @@ from typing import Any
 import tomli
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.raw import Key, RawJob, dotted
-from hpctrain.job.toml import LimitError, parse, written
+from hpctrain.job.raw import RawJob, dotted
+from hpctrain.job.toml import Key, LimitError, parse
 
 
 def apply_override(raw: RawJob, override: str) -> None:
@@ -34,14 +34,11 @@ def apply_override(raw: RawJob, override: str) -> None:
         raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
     table, place = _table_of(raw, override, key[:-1])
     last, target = key[-1], (*place, key[-1])
-    raw.texts.pop(target, None)
     if adds:
-        _add(raw, override, table, target, found["value"], value.strip())
+        _add(raw, override, table, target, found["value"])
     elif value.strip():
         table[last] = found["value"]
         raw.places[target] = f"--set {override}"
-        if not isinstance(found["value"], (str, list, dict)):
-            raw.texts[target] = value.strip()
     elif last not in table:
         raise UsageError(f"--set {override}: there is no {name.strip()} to remove; expected table.key=value")
     else:
@@ -49,24 +46,19 @@ def apply_override(raw: RawJob, override: str) -> None:
         raw.places = {place: where for place, where in raw.places.items() if place[: len(target)] != target}
 
 
-def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any, typed: str) -> None:
+def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any) -> None:
     """Append to an array of `table`; an array extends it. A row of the job's own arrays may be its name: `logger+=csv`."""
     last = str(array[-1])
     values = table.setdefault(last, [])
     if not isinstance(values, list):
         raise UsageError(f"--set {override}: {dotted(array)} is no array; += adds to arrays, such as logger+=csv")
-    for one in value if isinstance(value, list) else [value]:
-        row: Key = (*array, len(values))
-        text = typed if one is value else written(one)
-        if len(array) == 1 and not isinstance(one, dict):
-            if isinstance(one, list):
-                raise UsageError(f"--set {override}: found an array in an array, expected names or tables")
-            one = {"name": one if isinstance(one, str) else text}
-        elif not isinstance(one, (str, list, dict)):
-            raw.texts[row] = text
-        values = [*values, one]
-        raw.places[row] = f"--set {override}"
-    table[last] = values
+    rows = value if isinstance(value, list) else [value]
+    if len(array) == 1:
+        if any(isinstance(row, list) for row in rows):
+            raise UsageError(f"--set {override}: found an array in an array, expected names or tables")
+        rows = [row if isinstance(row, dict) else {"name": row} for row in rows]
+    raw.places.update({(*array, len(values) + i): f"--set {override}" for i in range(len(rows))})
+    table[last] = [*values, *rows]
 
 
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:

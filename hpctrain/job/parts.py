@@ -10,16 +10,17 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.life_cycle import Hook
+from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.metric import Metric
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.precision import Precision
-from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
+
+__all__ = ["Parts"]
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,28 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError
-from hpctrain.job.raw import Key, RawJob, dotted
+from hpctrain.job.raw import RawJob, dotted
 from hpctrain.job.table_types import OF_SEVERAL_KEYS
-from hpctrain.job.toml import written
+from hpctrain.job.toml import Key, written
 
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """A problem at `key`. wants_text: whether the value is to be a text."""
+    """A problem at `key`."""
 
     key: Key
     message: str
     exit_code: int = EXIT_USAGE
-    wants_text: bool = False
+
+    @staticmethod
+    def at(key: Key, why: str, exit_code: int = EXIT_USAGE) -> PlacedProblem:
+        """A problem whose sentence begins with its key: "[batch] tokens: why"."""
+        return PlacedProblem(key, f"{dotted(key)}: {why}", exit_code)
 
 
 class JobError(HpctrainError):
@@ -65,7 +69,7 @@ def _problem(
     place = _existing((*prefix, *item["loc"]), tables)
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         found = json.dumps(item["input"], default=str)
-        return PlacedProblem(place, f"{dotted(place)}: expected at least {item['loc'][-1] + 1} values, found {found}")
+        return PlacedProblem.at(place, f"expected at least {item['loc'][-1] + 1} values, found {found}")
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
@@ -77,9 +81,8 @@ def _problem(
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     message = message.replace("a valid boolean", "true or false")
     if item["type"] == OF_SEVERAL_KEYS:
-        return PlacedProblem(place, f"{dotted(place)}: {message}")
-    wants_text = item["type"] == "string_type"
-    return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}", wants_text=wants_text)
+        return PlacedProblem.at(place, message)
+    return PlacedProblem.at(place, f"{message}, found {written(item['input'])}")
 
 
 def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:
@@ -94,6 +97,22 @@ def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None 
     )
     where = f" in {dotted(table)}" if table else ""
     return f"unknown key {name!r}{where}; {hint}"
+
+
+def keys_below(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
+    """The keys of a table of `model`, or of a table `below` it. own: further keys of the first."""
+    if not below:
+        return [*model.model_fields, *own]
+    for key in below:
+        model = model if isinstance(key, int) else inner_table(model, key)  # a number is a row of a list of tables
+    return list(model.model_fields)
+
+
+def inner_table(model: type[BaseModel], key: str) -> type[BaseModel]:
+    """The model of the tables that a key has; BaseModel where it has none."""
+    annotation = model.model_fields[key].annotation if key in model.model_fields else None
+    kinds = [getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))]  # without Annotated
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
 
 
 def _existing(key: Key, tables: Any) -> Key:

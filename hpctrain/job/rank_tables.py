@@ -43,8 +43,6 @@ class PrecisionTable(SlotTable):
 
     mode: str = "auto"
     """A precision plugin; auto takes bf16 on GPUs that have it and fp32 elsewhere."""
-    buffer_dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
-    """The dtype of the model's floating point buffers, such as rotary tables or running means (default: the model's own)."""
 
 
 class ActivationCheckpointingTable(SlotTable):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.base.errors import JobFileError
-from hpctrain.job.toml import first_beyond
+from hpctrain.job.toml import Key, first_beyond
 
-Key = tuple[str | int, ...]
-"""A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
+__all__ = ["RawJob"]
 
 
 def dotted(key: Key) -> str:
@@ -31,8 +28,6 @@ class RawJob:
     tables: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
     source: str = ""
-    texts: dict[Key, str] = field(default_factory=dict)
-    """How a value of --set that is TOML but no text was typed: `nan` may be meant as a name."""
 
     def place(self, key: Key) -> str:
         """The place of `key`, or of the nearest table around it."""
@@ -56,24 +51,12 @@ class RawJob:
             "tables": self.tables,
             "places": [[list(key), place] for key, place in self.places.items()],
             "source": self.source,
-            "texts": [[list(key), text] for key, text in self.texts.items()],
         }
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RawJob:
         """The raw job in a value from `as_json`."""
-        places, texts = ({tuple(key): text for key, text in value[name]} for name in ("places", "texts"))
-        return RawJob(value["tables"], places, value["source"], texts)
-
-    def with_texts(self, wanted: Iterable[Key]) -> RawJob | None:
-        """The job with the values of --set at the `wanted` places as text; None if it is the same job."""
-        keys = [key for key in dict.fromkeys(wanted) if key in self.texts]
-        if not keys:
-            return None
-        tables = copy.deepcopy(self.tables)
-        for key in keys:
-            value_at(tables, key[:-1])[key[-1]] = self.texts[key]
-        return replace(self, tables=tables, texts={key: text for key, text in self.texts.items() if key not in keys})
+        return RawJob(value["tables"], {tuple(key): place for key, place in value["places"]}, value["source"])
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,15 @@ from pathlib import Path
 import tomli
 
 from hpctrain.base.errors import JobFileError
-from hpctrain.base.safe_files import read_bytes, read_pipe
+from hpctrain.base.safe_files import read_bytes
 from hpctrain.job.overrides import apply_override
-from hpctrain.job.positions import key_lines
-from hpctrain.job.raw import Key, RawJob, merge, value_at
-from hpctrain.job.toml import LimitError, parse
+from hpctrain.job.raw import RawJob, merge, value_at
+from hpctrain.job.toml import Key, LimitError, key_lines, parse
+
+__all__ = ["read_job"]
 
 _PRESET = "preset:"
 """The begin of the name of a file that comes with hpctrain."""
-_LONGEST_CHAIN = 50
-"""Files that extend each other."""
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
@@ -43,15 +42,10 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     if resolved in chain:
         loop = " -> ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
         raise JobFileError(f"{path}:1: extends goes in a circle: {loop}; remove one of them")
-    if len(chain) > _LONGEST_CHAIN:
-        raise JobFileError(
-            f"{path}:1: extends: found a chain of more than {_LONGEST_CHAIN} files from {chain[0]} on, expected at most so many"
-        )
     try:
-        kind = path.stat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
-            raise JobFileError(f"{path}: found a device or a directory, expected a job file")
-        content = read_bytes(resolved) if stat.S_ISREG(kind) else read_pipe(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise JobFileError(f"{path}: found a device, a pipe or a directory, expected a job file")
+        content = read_bytes(resolved)
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise JobFileError(f"{path}: there is no such file; expected a job file (hpctrain new writes one)") from None
@@ -68,8 +62,7 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
         why = f"{error.msg} (column {error.colno}){_case_of(error)}"
         raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {why}") from None
     except LimitError as error:
-        place = path if error.line is None else f"{path}:{error.line}"
-        raise JobFileError(f"{place}: not a job file: {error}") from None
+        raise JobFileError(f"{path}: not a job file: {error}") from None
     raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path)).refuse_values()
     base = tables.pop("extends", None)
     if base is None:

@@ -83,7 +83,7 @@ class JobTable(Table):
     """Take deterministic algorithms only, for the same bits on the same hardware; an operation that has none ends the job. On CPUs
     a job gives the same bits without it."""
     start: Literal["fork", "spawn"] = "fork"
-    """How `-n` and `--hostfile` start ranks: on each node as forks of a process that has imported torch, or each anew."""
+    """How `-n` starts ranks: as forks of its own process, which has imported torch, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
     time_limit: Seconds | None = None

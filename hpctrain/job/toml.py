@@ -1,4 +1,4 @@
-"""TOML with the limits of a job file: 64-bit integers, as the standard says, and limited nesting."""
+"""TOML with the limits of a job file (64-bit integers, as the standard says, and limited nesting), and the lines of its keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 import tomli
 
+Key = tuple[str | int, ...]
+"""A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
+
 _DEEPEST = 50
 _INTEGERS = range(-(2**63), 2**63)
 
@@ -18,11 +21,7 @@ _TOO_DEEP = f"tables or arrays are nested too deeply, expected at most {_DEEPEST
 
 
 class LimitError(ValueError):
-    """TOML that exceeds the limits of a job file; `line` counts from 1, None if unknown."""
-
-    def __init__(self, message: str, line: int | None = None) -> None:
-        super().__init__(message)
-        self.line = line
+    """TOML that exceeds the limits of a job file."""
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -34,9 +33,7 @@ def parse(text: str) -> dict[str, Any]:
     except RecursionError:
         raise LimitError(_TOO_DEEP) from None
     except ValueError:  # Python converts at most 4,300 digits to an integer
-        digits = re.search(r"\d[\d_]{4300,}", text)
-        line = 1 + text.count("\n", 0, digits.start()) if digits else None
-        raise LimitError("found an integer of thousands of digits, expected one of 64 bits", line) from None
+        raise LimitError("found an integer of thousands of digits, expected one of 64 bits") from None
     if any(len(key) > _DEEPEST for key, _ in _walk(tables)):  # later code walks the tables by recursion
         raise LimitError(_TOO_DEEP)
     return tables
@@ -48,7 +45,7 @@ def written(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | None:
+def first_beyond(tables: dict[str, Any]) -> tuple[Key, str] | None:
     """The place of the first value beyond the limits of a job file, and what is wrong with it."""
     for key, value in _walk(tables):
         if len(key) > _DEEPEST:
@@ -65,12 +62,78 @@ def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | 
     return None
 
 
-def _walk(tables: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _walk(tables: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
     """Every value with its place, without recursion; skips everything below a value that is too deep."""
-    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), tables)]
+    waiting: list[tuple[Key, Any]] = [((), tables)]
     while waiting:
         key, value = waiting.pop()
         yield key, value
         if len(key) <= _DEEPEST:
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
             waiting += [((*key, name), inner) for name, inner in items]
+
+
+_ENDS = ("]", "}", '"""', "'''")
+"""Ends of multi-line statements."""
+
+
+def key_lines(text: str) -> Iterator[tuple[Key, int]]:
+    """Each key of valid TOML with the (1-based) line where it begins.
+
+    tomli gives no positions. So this function cuts the text into statements (a header, or a key with its full value) and
+    lets tomli parse each by itself. A statement is complete as soon as tomli accepts it.
+    """
+    table: Key = ()
+    arrays: dict[Key, int] = {}
+    opened: set[Key] = set()
+    lines = text.split("\n")  # not splitlines: TOML knows no other line ends
+    at = 0
+    while at < len(lines):
+        begin, first = at, lines[at]
+        at += 1
+        if not first.strip() or first.lstrip().startswith("#"):
+            continue
+        parsed = _parse(first)
+        while parsed is None and at < len(lines):
+            at += 1
+            if any(end in lines[at - 1] for end in _ENDS):  # not after every line: an array may have thousands
+                parsed = _parse("\n".join(lines[begin:at]))
+        if parsed is None:
+            return
+        if re.match(r"\s*\[", first):
+            table = _header(parsed, arrays)
+            above = [table[:length] for length in range(1, len(table)) if table[:length] not in opened]
+            opened.update(above)  # [a.b] implies [a]
+            yield from ((key, begin + 1) for key in [*above, table])
+        else:
+            yield from (((*table, *key), begin + 1) for key in _leaves(parsed))
+
+
+def _parse(statement: str) -> dict[str, Any] | None:
+    try:
+        return parse(statement)
+    except (tomli.TOMLDecodeError, LimitError):
+        return None
+
+
+def _header(parsed: dict[str, Any], arrays: dict[Key, int]) -> Key:
+    """The key that a header line opens; for an array of tables, with the index of the element."""
+    key: Key = ()
+    value: Any = parsed
+    while value:
+        if isinstance(value, list):
+            arrays[key] = arrays.get(key, -1) + 1
+            return (*key, arrays[key])
+        name = next(iter(value))
+        key, value = (*key, name), value[name]
+        if value and key in arrays and isinstance(value, dict):
+            key = (*key, arrays[key])  # [logger.x] below [[logger]] belongs to its last element
+    return key
+
+
+def _leaves(value: Any, key: Key = ()) -> Iterator[Key]:
+    """Every key below `value`, tables and arrays included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, below in items:
+        yield (*key, name)
+        yield from _leaves(below, (*key, name))

@@ -38,7 +38,7 @@ from hpctrain.ranks.detection import detect
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
-from hpctrain.training.start import Start, started
+from hpctrain.training.start import TRAINING, Start, started
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def own_loop(
     identity = detect()
     with (
         job_of_python(job_tables(job, tables, identity.size), "hpctrain.own_loop") as raw,
-        started(identity, lambda: raw, resume, own_channel()) as start,
+        started(identity, lambda: raw, own_channel(), TRAINING, resume) as start,
         start.alarmed(),
     ):
         loop, leaving = Loop(start), None

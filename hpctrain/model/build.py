@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from hpctrain.job.tables import Job
 
 
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True)
 class Built:
     """The model on this rank."""
@@ -137,13 +134,13 @@ def build_model(
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec, job.compile.mode)
     # fully_shard moves tensors of another device in place, which torch can't for every kind of device
-    _place_buffers(module, device if values.are_real else torch.device("meta"), job.precision.buffer_dtype)
+    _place_buffers(module, device if values.are_real else torch.device("meta"))
     with parts.precision.forward(device):
         sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
     values.fill(module, spec, job.job.seed, parts.sharding.home(device))
-    _place_buffers(module, device, job.precision.buffer_dtype)
+    _place_buffers(module, device)
     sharded.materialized()
     return Built(sharded, axes[::-1], trained, elements, tied, given)
 
@@ -183,14 +180,13 @@ def _compile_blocks(module: nn.Module, spec: ModelSpec, mode: str) -> None:
         block.forward = torch.compile(block.forward, mode=mode)
 
 
-def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:
-    """Move buffers to the compute device, even if parameters are offloaded. Floating-point buffers get `dtype`."""
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the compute device, even if parameters are offloaded."""
     for inner in module.modules():
         buffers = buffers_of(inner)
         for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta:
-                cast = _DTYPES[dtype] if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                buffers[name] = buffer.to(device, cast)
+                buffers[name] = buffer.to(device)
 
 
 def materialize(module: nn.Module, home: torch.device) -> None:

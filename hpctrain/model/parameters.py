@@ -16,6 +16,8 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
 from hpctrain.model.refusals import has_dims, refuse_unmatched
 
+__all__ = ["build_optimizer", "parameter_groups"]
+
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Every parameter and every buffer that belongs to the model's state, each once."""

@@ -1,25 +1,35 @@
-"""Finds the plugin whose code raised an error, and the layer of the model."""
+"""Errors of other people's code as sentences: the plugin, the callable of the job file or the layer of the model that raised, and
+the frames of its files alone."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
+from pathlib import Path
+from types import CodeType, TracebackType
 
 from torch import Tensor
 
-from hpctrain.base.errors import HpctrainError, TrainingError
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.base.torch_private import MODULE_CALL
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.registry import Registry
+from hpctrain.ranks.watchdog.stacks import FIRST_PARTY
 
 LOG = logging.getLogger("hpctrain")
 
 _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
+_HERE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+)
 
 
 def is_communication(trace: TracebackType | None) -> bool:
@@ -28,14 +38,61 @@ def is_communication(trace: TracebackType | None) -> bool:
     return any(part in frame.filename for frame in last for part in _COMMUNICATION)
 
 
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Wrap a call of a callable that the job file names; `what` is the subject of the error's sentence.
+
+    An error inside the user's files becomes TrainingError. If the call has reached none of them, the reference or its
+    arguments are wrong: UsageError.
+    """
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as error:
+        said, frames = f"{what} {_raised(error)}", _users_frames(error.__traceback__)
+        if frames:
+            raise TrainingError(f"{said}\n{frames}") from error
+        raise UsageError(f"{said}; check what is called and its arguments, the other keys of the table") from error
+
+
+def retell_model_error(error: BaseException | None, calls: Mapping[CodeType, str]) -> None:
+    """Raise TrainingError if the user's own model or loss raised `error` on a batch, or a layer in a forward that an axis cuts into
+    stages; do nothing for other errors.
+
+    calls: methods of a model plugin that take a `batch` and call the user's code, with their names for the sentence. Called
+    late, because an axis may explain an error of its first micro batch better.
+    """
+    if error is None or isinstance(error, HpctrainError):
+        return
+    what, batch, trace = "the model's forward", "", error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in calls:
+        trace = trace.tb_next
+    if trace is not None:
+        called = trace.tb_frame.f_locals
+        what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
+        batch = f", on a batch of {_shapes(called.get('batch'))}"
+    else:
+        while error is not None and not failing_layer(error.__traceback__):
+            error = error.__cause__
+        if error is None:
+            return
+        trace = error.__traceback__
+    if is_communication(trace):
+        return
+    LOG.info("%s failed", what, exc_info=error)
+    said = f"{what} {_raised(error)}{failing_layer(trace)}{batch}"
+    raise TrainingError(f"{said}\n{_users_frames(trace)}".rstrip()) from error
+
+
 def raised_in(error: BaseException, registry: Registry) -> str:
     """A sentence with the error, the plugin and its method, and the frames from there on."""
-    said = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     call = _call_of(error, registry)
     if call is None:
-        return f"the plugin {said}"
-    frames = "".join(traceback.format_tb(call[1])).rstrip()
-    return f"the plugin {call[0]} {said} in {_method(call[1])}{failing_layer(call[1])}\n{frames}"
+        return f"the plugin {_raised(error)}"
+    source, trace = call
+    frames = "".join(traceback.format_tb(trace)).rstrip()
+    return f"the plugin {source} {_raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
 
 
 def failing_layer(trace: TracebackType | None) -> str:
@@ -52,14 +109,14 @@ def failing_layer(trace: TracebackType | None) -> str:
     if not (name or type(inner).__module__.startswith("torch.")):
         return ""  # the user's own model: the sentence and the frames say so
     inputs = [one for one in (*last["args"], *last["kwargs"].values()) if isinstance(one, Tensor)]
-    told = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs)
+    shapes = ", ".join(map(_shape, inputs))
     try:
         kind = repr(inner)
     except Exception:  # the user's own extra_repr
         kind = ""
     kind = type(inner).__name__ if "\n" in kind or not kind else kind
     return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (
-        f", on {told}" if told else ""
+        f", on {shapes}" if shapes else ""
     )
 
 
@@ -105,3 +162,30 @@ def _holds(plugin: str, module: str) -> bool:
 def _method(trace: TracebackType) -> str:
     code = trace.tb_frame.f_code
     return str(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on, it includes the class
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _shapes(batch: object) -> str:
+    """input (2, 4) float32, labels (2) int64."""
+    named = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    )
+    shapes = [f"{name} {_shape(value)}" for name, value in named if isinstance(value, Tensor)]
+    return ", ".join(shapes) or type(batch).__name__
+
+
+def _users_frames(trace: TracebackType | None) -> str:
+    """The frames that lie in no library."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(("<", *_LIBRARIES)) and FIRST_PARTY.search(frame.filename) is None
+    ]
+    return "".join(traceback.format_list(frames)).rstrip()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import click
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.plugins.entry_points import RAISED, Interrupted, ModuleSource, entry_points, imported, usable_module
+from hpctrain.plugins.entry_points import RAISED, ModuleSource, entry_points, usable_module
 from hpctrain.plugins.hookspecs import PROJECT
 
 GROUPS = ("bench", "checkpoint")
@@ -71,7 +72,7 @@ def _hindrance(name: str, source: ModuleSource, sources: Sequence[ModuleSource],
 
 def _command_of(source: ModuleSource) -> click.Command | str:
     """The command of a module; a sentence if it has none that can be used."""
-    module = usable_module(source, imported)
+    module = usable_module(source, import_module)
     if isinstance(module, str):
         return module
     hook = getattr(module, _HOOK, None)
@@ -79,8 +80,6 @@ def _command_of(source: ModuleSource) -> click.Command | str:
         return f"it implements no hook {_HOOK}: expected a function of this name, marked with hpctrain.toolkit.commands.hookimpl"
     try:
         made = hook()
-    except Interrupted:
-        raise
     except RAISED as error:  # a third party's code
         return f"hook {_HOOK} raised {type(error).__name__}: {error}"
     return made if isinstance(made, click.Command) else f"hook {_HOOK}: expected a click.Command, found {made!r}"

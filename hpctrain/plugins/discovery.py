@@ -5,21 +5,22 @@ An unusable module becomes a `Fault` instead of an exception: the job may not ne
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import pluggy
 
-from hpctrain.plugins.entry_points import ModuleSource, entry_points, imported, usable_module
-from hpctrain.plugins.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
-from hpctrain.plugins.members import near_hook
-from hpctrain.version import API_VERSION
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.plugins.entry_points import ModuleSource, entry_points, usable_module
+from hpctrain.plugins.hookspecs import PROJECT, CommandHook, LifeCycleHooks, hookspec
+from hpctrain.plugins.slots import SLOTS
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,18 @@ class Fault:
         return self.key == (slot, name) or (self.key is None and self.source.entry_point == f"{slot}.{name}")
 
 
+@hookspec
+def _registration() -> list[type[Plugin]]:
+    """The specification of each slot's registration hook: it is called once and returns plugin classes of the slot."""
+    return []
+
+
 def new_manager() -> pluggy.PluginManager:
     """A plugin manager with the hooks and no plugins."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(RegistrationHooks)
-    manager.add_hookspecs(LifeCycleHooks)
+    registration = dict.fromkeys((slot.hook for slot in SLOTS.values()), _registration)
+    for hooks in (type("RegistrationHooks", (), registration), CommandHook, LifeCycleHooks):
+        manager.add_hookspecs(hooks)
     return manager
 
 
@@ -66,7 +74,7 @@ def load(
         if source.names & set(block):
             faults.append(Fault(source, "blocked", "it is listed in [plugins] block"))
             continue
-        why = _register(manager, source)
+        why = _load(manager, source)
         if why is None:
             active.append(source)
         else:
@@ -74,45 +82,33 @@ def load(
     return active, faults
 
 
-def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
+def _load(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
     """Import and register one module; return a sentence if that fails."""
-    module = usable_module(source, imported if source.distribution else import_from_here)
-    if isinstance(module, str):
-        return module
-    return hook_fault(manager, module) or _register_hooks(manager, module, source)
+    module = usable_module(source, import_module if source.distribution else import_from_here)
+    return module if isinstance(module, str) else register(manager, module, source.key)
 
 
-def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: ModuleSource) -> str | None:
+def register(manager: pluggy.PluginManager, part: object, name: str) -> str | None:
+    """Register the hooks of a module or an object; return a sentence if they don't fit the specifications."""
     try:
-        manager.register(module, name=source.key)
-    except (pluggy.PluginValidationError, ValueError) as error:
+        manager.register(part, name=name)
+        hooks = manager.get_hookcallers(part) or []
+        unknown = [caller.name for caller in hooks if not caller.has_spec()]
+        if hooks and not unknown:
+            return None
+        why = "it implements no hook: expected functions marked with hpctrain.api.hookimpl"
+    except pluggy.PluginValidationError as error:
+        unknown, why = [], " ".join(str(error).split())
+    except ValueError as error:  # it is registered already
         return str(error)
-    return None
-
-
-def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
-    """Compare the hook implementations of a module or an object with the specifications before pluggy sees them."""
-    found = [name for name in dir(module) if manager.parse_hookimpl_opts(module, name) is not None]
-    hooks = [name for name in vars(manager.hook) if name.startswith(f"{PROJECT}_")]
-    of = module if isinstance(module, ModuleType) else type(module)
-    unmarked = [
-        name for name in hooks if name not in found and isinstance(inspect.getattr_static(of, name, None), FunctionType)
-    ]
-    if unmarked:
-        return f"it has the function {unmarked[0]!r} without the mark of hpctrain.api.hookimpl, so nobody calls it"
-    if not found:
-        return "it implements no hook: expected functions marked with hpctrain.api.hookimpl"
-    for name in found:
-        caller = getattr(manager.hook, name, None)
-        if caller is None or caller.spec is None:
-            near = near_hook(name, hooks)
-            hint = f"; did you mean {near!r}?" if near else ""
-            return f"it implements the hook {name!r}, which does not exist in plugin API version {API_VERSION}{hint}"
-        expected, actual = caller.spec.argnames, list(inspect.signature(getattr(module, name)).parameters)
-        extra = [argument for argument in actual if argument not in expected]
-        if extra:
-            return f"hook {name}: expected arguments among ({', '.join(expected)}), found ({', '.join(actual)})"
-    return None
+    manager.unregister(name=name)  # pluggy has kept the hooks before the wrong one
+    if unknown:
+        known = [caller for caller, spec in vars(manager.hook).items() if getattr(spec, "spec", None) is not None]
+        near = get_close_matches(unknown[0], known, 1, 0.9)
+        why = f"it implements the hook {unknown[0]!r}, which does not exist" + (
+            f"; did you mean {near[0]!r}?" if near else ""
+        )
+    return why
 
 
 _left: set[str] = set()
@@ -139,4 +135,4 @@ def import_from_here(module: str) -> ModuleType:
                 raise ImportError(
                     f"{module} is in the current directory, but {top} is the module {places[0]}: rename it"
                 )
-    return imported(module)
+    return import_module(module)

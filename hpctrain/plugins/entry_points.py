@@ -1,23 +1,18 @@
-"""Plugin modules by their entry points, of the group `hpctrain`, and their import. Without torch and pydantic, for the help.
-
-Somebody else's module may raise anything when it is imported.
-"""
+"""Plugin modules by their entry points, of the group `hpctrain`, and their import. Without torch and pydantic, for the help."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, ModuleType
+from types import ModuleType
 
 from hpctrain.plugins.hookspecs import PROJECT
-from hpctrain.version import API_VERSION
 
 COMMAND = "command"
 """The begin of the name of a command's entry point, "command.NAME"."""
+RAISED = (Exception, SystemExit)
+"""Exceptions of a module of somebody else's that must not end the command which imports it."""
 
 
 @dataclass(frozen=True)
@@ -73,44 +68,13 @@ def entry_points() -> Iterator[ModuleSource]:
 
 
 def usable_module(source: ModuleSource, load: Callable[[str], ModuleType]) -> ModuleType | str:
-    """The module, from `load`; a sentence if it cannot be imported or asks for another version of the interface."""
+    """The module, from `load`; a sentence if it cannot be imported."""
     try:
-        module = load(source.module)
+        return load(source.module)
     except ImportError as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"
-    except Interrupted:
-        raise
-    except RAISED as error:  # a third party's import must not end the command
+    except RAISED as error:
         return f"importing it raised {type(error).__name__}: {error}"
-    wanted = getattr(module, "HPCTRAIN_API", None)  # the version of the interface that it was written for
-    if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
-        return f"it asks for plugin API version {wanted!r}, and this hpctrain has version {API_VERSION}: install a newer hpctrain"
-    return module
-
-
-RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that a module of somebody else's may raise at its import."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during an import, in contrast to a module that raises KeyboardInterrupt itself."""
-
-
-def imported(module: str) -> ModuleType:
-    """Import a module of somebody else's. Raises Interrupted, and whatever the module raises."""
-    answered = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not answered or threading.current_thread() is not threading.main_thread():
-        return importlib.import_module(module)
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        return importlib.import_module(module)
-    finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt:  # the module may have taken the signal
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted

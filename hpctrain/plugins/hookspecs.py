@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The pluggy hooks: one registration hook per slot, one for commands, and the life-cycle hooks. docs/plugins/ explains each."""
+"""The pluggy hooks of commands and of the life cycle, which docs/plugins/ explains. Registration hooks are those of `SLOTS`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,9 @@ import pluggy
 if TYPE_CHECKING:
     import click
 
-    from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
-    from hpctrain.contracts.checkpoint import CheckpointFormat
-    from hpctrain.contracts.communicator import Communicator
-    from hpctrain.contracts.compression import Compression
-    from hpctrain.contracts.dataset import Dataset
     from hpctrain.contracts.identity import Identity
-    from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, Membership, PluginState, Request
-    from hpctrain.contracts.logger import Logger
-    from hpctrain.contracts.metric import Metric
-    from hpctrain.contracts.model import Batch, ModelSpec
-    from hpctrain.contracts.optimization import Optimizer, Schedule
-    from hpctrain.contracts.parallelism import Parallelism
-    from hpctrain.contracts.pipeline_schedule import PipelineSchedule
-    from hpctrain.contracts.precision import Precision
-    from hpctrain.contracts.profile import Profiler
-    from hpctrain.contracts.scheduler import Scheduler
-    from hpctrain.contracts.sharding import Sharding
+    from hpctrain.contracts.life_cycle import Control, LiveModel, Membership, PluginState, Request
+    from hpctrain.contracts.model import Batch
     from hpctrain.job.tables import Job
 
 PROJECT = "hpctrain"
@@ -36,83 +22,12 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-class RegistrationHooks:
-    """Called once when plugins are loaded; each returns the plugin classes of its slot.
-
-    `hpctrain_command` is of no slot: the function of the entry point "command.NAME" is called when its command is used.
-    """
+class CommandHook:
+    """The function of the entry point "command.NAME" is called when its command is used."""
 
     @hookspec
     def hpctrain_command(self) -> click.Command:
         """A command of hpctrain. Its module must not import torch, which the help would wait for: the function does."""
-
-    @hookspec
-    def hpctrain_parallelism(self) -> list[type[Parallelism]]:
-        """Mesh axes besides the data axes."""
-
-    @hookspec
-    def hpctrain_pipeline_schedule(self) -> list[type[PipelineSchedule]]:
-        """Schedules of pipelines."""
-
-    @hookspec
-    def hpctrain_sharding(self) -> list[type[Sharding]]:
-        """Sharding strategies."""
-
-    @hookspec
-    def hpctrain_precision(self) -> list[type[Precision]]:
-        """Precision modes."""
-
-    @hookspec
-    def hpctrain_activation_checkpointing(self) -> list[type[ActivationCheckpointing]]:
-        """Activation checkpointing modes."""
-
-    @hookspec
-    def hpctrain_checkpoint(self) -> list[type[CheckpointFormat]]:
-        """Checkpoint formats."""
-
-    @hookspec
-    def hpctrain_communicator(self) -> list[type[Communicator]]:
-        """Communicators."""
-
-    @hookspec
-    def hpctrain_model(self) -> list[type[ModelSpec]]:
-        """Models."""
-
-    @hookspec
-    def hpctrain_dataset(self) -> list[type[Dataset]]:
-        """Datasets."""
-
-    @hookspec
-    def hpctrain_optimizer(self) -> list[type[Optimizer]]:
-        """Optimizers."""
-
-    @hookspec
-    def hpctrain_schedule(self) -> list[type[Schedule]]:
-        """Learning-rate schedules."""
-
-    @hookspec
-    def hpctrain_compression(self) -> list[type[Compression]]:
-        """Gradient compressions."""
-
-    @hookspec
-    def hpctrain_logger(self) -> list[type[Logger]]:
-        """Metric loggers."""
-
-    @hookspec
-    def hpctrain_hook(self) -> list[type[Hook]]:
-        """Life-cycle hooks that a job turns on."""
-
-    @hookspec
-    def hpctrain_profile(self) -> list[type[Profiler]]:
-        """Profilers."""
-
-    @hookspec
-    def hpctrain_metric(self) -> list[type[Metric]]:
-        """Metrics of evaluations."""
-
-    @hookspec
-    def hpctrain_scheduler(self) -> list[type[Scheduler]]:
-        """Schedulers that `hpctrain submit` sends jobs to."""
 
 
 class LifeCycleHooks:

@@ -13,12 +13,11 @@ import pluggy
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Hook
+from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
-from hpctrain.contracts.profile import Profiler
 from hpctrain.plugins.blame import raised_in
-from hpctrain.plugins.discovery import hook_fault
+from hpctrain.plugins.discovery import register
 from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.watchdog.position import Position
@@ -65,21 +64,10 @@ class LifeCycle:
         except Exception as error:
             LOG.info("a plugin failed", exc_info=error)
             raise TrainingError(raised_in(error, registry)) from error
-        fault = hook_fault(self._manager, started)
-        if fault is None and started is not hook:
-            mine = self._marked(hook) - self._marked(started)
-            fault = (
-                f"the object that start() returns takes part in the run, so nobody calls its {min(mine)}"
-                if mine
-                else None
-            )
+        fault = register(self._manager, started, key)
         if fault is not None:
             raise UsageError(f"{place.partition(' ')[0]} name = {hook.name!r}: {fault}")
-        self._manager.register(started, name=key)
         return started
-
-    def _marked(self, holder: object) -> set[str]:
-        return {name for name in dir(holder) if self._manager.parse_hookimpl_opts(holder, name) is not None}
 
     def refuse_differences(self) -> None:
         """Raises ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
@@ -102,12 +90,11 @@ class LifeCycle:
         if after > 0:
             self._later.append((self._steps + after, part))
             return
-        fault = hook_fault(self._manager, part)
-        if fault is not None:
-            raise TypeError(f"{type(part).__qualname__} can't join the run: {fault}")
         key = f"{type(part).__module__}.{type(part).__qualname__} {id(part)}"
         self._sources[key] = key.partition(" ")[0]
-        self._manager.register(part, name=key)
+        fault = register(self._manager, part, key)
+        if fault is not None:
+            raise TypeError(f"{type(part).__qualname__} can't join the run: {fault}")
         self._started.append(part)
         self._look()
 

@@ -14,8 +14,9 @@ from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.plugins.discovery import Fault, load, new_manager
 from hpctrain.plugins.entry_points import ModuleSource
-from hpctrain.plugins.members import missing_members, unfit_members
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
+
+__all__ = ["build_registry"]
 
 OWN = "hpctrain"
 """The distribution whose plugins give way to another one's of the same name."""
@@ -31,15 +32,6 @@ class Registered:
     source: ModuleSource
 
 
-@dataclass(frozen=True)
-class Remark:
-    """Something that a user of a plugin should know. key: its slot and name."""
-
-    source: ModuleSource
-    text: str
-    key: tuple[str, str]
-
-
 @dataclass
 class Registry:
     """The installed plugins. faults: unusable modules. conflicts: names that two modules claim."""
@@ -49,20 +41,15 @@ class Registry:
     sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     conflicts: dict[tuple[str, str], list[ModuleSource]] = field(default_factory=dict)
-    remarks: list[Remark] = field(default_factory=list)
+    remarks: dict[tuple[str, str], str] = field(default_factory=dict)
+    """What a user of a plugin should know, by slot and name."""
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
 
     def told(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
-        told = [one for key in sorted(self.used) for one in self.remarks_on(*key)]
-        return [f"plugin {one.source}: {one.text}" for one in dict.fromkeys(told)]
-
-    def remarks_on(self, slot: str, name: str) -> list[Remark]:
-        """Remarks that a user of a usable plugin should know."""
-        source = self.entries[slot, name].source
-        mine = [one for one in self.remarks if one.source == source and one.key == (slot, name)]
-        return list(dict.fromkeys(mine))
+        keys = sorted(self.used & self.remarks.keys())
+        return [f"plugin {self.entries[key].source}: {self.remarks[key]}" for key in keys]
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
@@ -170,12 +157,12 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
     left = [one.source for one in claimants if one is not chosen]
     broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key)]
     if broken and chosen.source.distribution == OWN:
-        text = f"it provides the {key[0]} {key[1]!r}, since {broken[0].source} is broken: {broken[0].why}"
-        registry.remarks.append(Remark(chosen.source, text, key))
+        why = f"since {broken[0].source} is broken: {broken[0].why}"
+        registry.remarks[key] = f"it provides the {key[0]} {key[1]!r}, {why}"
     if left:
         how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
-        text = f"it provides the {key[0]} {key[1]!r}, and {' and '.join(map(str, left))} is not used; {how}"
-        registry.remarks.append(Remark(chosen.source, text, key))
+        unused = " and ".join(map(str, left))
+        registry.remarks[key] = f"it provides the {key[0]} {key[1]!r}, and {unused} is not used; {how}"
 
 
 def _class_fault(slot: Slot, cls: object) -> str | None:
@@ -185,12 +172,18 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
         return f"{expected}, found {cls!r}"
     if not isinstance(getattr(cls, "name", None), str) or not cls.name:
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
-    called, missing = f"{cls.__qualname__} ({cls.name})", missing_members(cls)
-    wrong = [f"{called} lacks {', '.join(missing)}"] if missing else []
-    wrong += [f"{called}: {fault}" for fault in unfit_members(cls)]
-    if wrong:
-        return f"{expected}, and {'; '.join(wrong)}"
+    called, missing = f"{cls.__qualname__} ({cls.name})", _missing_members(cls)
+    if missing:
+        return f"{expected}, and {called} lacks {', '.join(missing)}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
     if taken:
-        return f"{expected}, and {cls.__qualname__} ({cls.name}) has the options {', '.join(taken)}, which are keys of the core's"
+        return f"{expected}, and {called} has the options {', '.join(taken)}, which are keys of the core's"
     return None
+
+
+def _missing_members(cls: type) -> list[str]:
+    """The abstract members that `cls` lacks, each with a name of the class that may be meant."""
+    lacking = sorted(getattr(cls, "__abstractmethods__", ()))
+    others = [name for name in dir(cls) if name[0] != "_" and name not in lacking]
+    near = {name: difflib.get_close_matches(name, others, 1, 0.8) for name in lacking}
+    return [name + (f" (it has {near[name][0]})" if near[name] else "") for name in lacking]

@@ -12,16 +12,14 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.life_cycle import Hook
+from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.metric import Metric
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
-from hpctrain.contracts.parallelism import Parallelism
-from hpctrain.contracts.pipeline_schedule import PipelineSchedule
+from hpctrain.contracts.parallelism import Parallelism, PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
-from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
 from hpctrain.job.rank_tables import AxisTable, SchedulerTable

@@ -15,14 +15,17 @@ from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.meeting import World
+from hpctrain.ranks.meeting import World, meet
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.watchdog.channel import end_waiting_ranks
 
 _AFTER_THE_CAUSE = 1.0
@@ -62,6 +65,23 @@ def in_a_line(error: BaseException, identity: Identity) -> str:
         return str(error)
     what = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"rank {identity.rank} on {identity.node} failed: {type(error).__name__}{f': {what}' if what else ''}"
+
+
+@contextmanager
+def met(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> Iterator[World]:
+    """Meet the other ranks; an error of one of several ranks in this context ends all. timeout: as of `meet`."""
+    world = meet(identity, channel, timeout)
+    try:
+        yield world
+    except BaseException as error:
+        if identity.size == 1:
+            raise
+        leave(world, error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        allow_objects()
+        world.close()
 
 
 def leave(world: World, error: BaseException) -> NoReturn:

@@ -14,7 +14,7 @@ from hpctrain.base.child_python import guard_multiprocessing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, termination by a launcher or Slurm, and `#SBATCH --signal=USR1@60` before the time limit."""
-_ANSWERED = (*STOPPING, signal.SIGHUP)
+ANSWERED = (*STOPPING, signal.SIGHUP)
 """Signals that ranks have handlers for."""
 
 _early: list[int] = []
@@ -80,7 +80,7 @@ class _Forks:
     @classmethod
     def _begin(cls) -> None:
         cls.begun.in_main = threading.current_thread() is threading.main_thread()
-        cls.begun.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+        cls.begun.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
 
     @classmethod
     def _end(cls) -> None:
@@ -90,7 +90,7 @@ class _Forks:
     def _change(cls) -> None:
         if cls.rank == os.getppid():
             cls.rank = 0
-            for number in _ANSWERED:
+            for number in ANSWERED:
                 if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
                     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                     signal.signal(number, default)

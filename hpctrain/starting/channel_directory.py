@@ -22,6 +22,8 @@ from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, 
 from hpctrain.ranks.starter_directory import sweep as sweep
 from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
+__all__ = ["ChannelDirectory", "Ending", "ending_in", "sweep"]
+
 
 class StarterChannel(Protocol):
     """The starter's side of a starter's channel."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from hpctrain.base.errors import UsageError
 from hpctrain.starting.mpi_library import OPEN_MPI
 
+__all__ = ["HERE", "Hosts", "read_hostfile"]
+
 HERE = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
 """This machine's names."""
 _LINE = r"(\w[\w.-]*)(?:\s+slots\s*=\s*(\d+)|:(\d+))?"

@@ -11,6 +11,8 @@ from functools import cache
 from hpctrain.base.child_python import python_code
 from hpctrain.starting.pmi import PmiServer
 
+__all__ = ["ask_library"]
+
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
 _SECONDS = 60.0
 

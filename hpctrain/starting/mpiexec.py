@@ -16,6 +16,8 @@ from hpctrain.starting.channel_streams import Heard
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI
 from hpctrain.starting.output_relay import Filter, Relay
 
+__all__ = ["UnderMpiexec", "find_mpiexec"]
+
 
 def ending_with_this_process() -> list[str]:
     """The words in front of a command that is to end when this process ends."""

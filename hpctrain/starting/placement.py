@@ -14,6 +14,8 @@ from hpctrain.base.child_python import python_code
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.starting.hosts import Hosts, read_hostfile
 
+__all__ = ["Counts", "ask_counts"]
+
 _SECONDS = 300.0
 _PROGRAM = "from hpctrain.checking.counts import main; main()"
 _LOOK_SECONDS = 3.0

@@ -22,6 +22,8 @@ from contextlib import suppress
 from hpctrain.base.launcher_variables import RankNumbers, without_launchers
 from hpctrain.base.transports import ADDED, shared_memory
 
+__all__ = ["PmiBoard", "PmiRelay"]
+
 FD_VARIABLE = "PMI_FD"
 """Names the descriptor over which a rank speaks with the server."""
 _LONGEST = 2**16
@@ -95,7 +97,6 @@ class PmiServer:
         self._ours = [ours for ours, _ in pairs]
         self._theirs = [theirs for _, theirs in pairs]
         self._thread = threading.Thread(target=self._serve, name="pmi", daemon=True)
-        self._thread.start()
 
     def environment(self, rank: int) -> dict[str, str]:
         """The variables that MPI and hpctrain read."""
@@ -110,9 +111,10 @@ class PmiServer:
         return self._theirs[rank].fileno(), self._ours[rank].fileno()
 
     def started(self) -> None:
-        """Call this when all ranks have their descriptors: from then on, the server notices when a rank exits."""
+        """Call this when all ranks have their descriptors: they are served from then on, by a thread that a fork would lose."""
         for socket_ in self._theirs:
             socket_.close()
+        self._thread.start()
 
     def join(self, timeout: float) -> bool:
         """Wait until all ranks have exited; true if each of them finalized PMI."""

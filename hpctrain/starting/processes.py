@@ -17,6 +17,8 @@ from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, ending_with_this_process, find_mpiexec
 from hpctrain.starting.pmi import PmiServer
 
+__all__ = ["Launched", "over_pmi"]
+
 _POLL = 0.05
 _GRACE = 10.0
 """Seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections."""

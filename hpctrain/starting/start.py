@@ -21,11 +21,11 @@ from hpctrain.base.safe_files import scratch_directory
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
 from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel, sweep
-from hpctrain.starting.forks import Forks
+from hpctrain.starting.forking import prepare
 from hpctrain.starting.hosts import Hosts
 from hpctrain.starting.on_hosts import OnHosts
 from hpctrain.starting.placement import Placement, ask_counts
-from hpctrain.starting.processes import Launched, launch, spawn
+from hpctrain.starting.processes import Launched, StartRank, launch, spawn
 from hpctrain.starting.stop_requests import StopRequests, noted_signals
 
 _POLL = 0.1
@@ -61,25 +61,25 @@ def start_ranks(
     """Start `hpctrain COMMAND JOB WORDS...` and return the ranks' exit code. HpctrainError as from `read_job`, `Placement`.
 
     ranks: how many (None: as many as the hostfile has slots, else one). restarts: how often ranks that fail start again. The ranks
-    check the job. This process imports no torch: that would take as long again as in a rank, before any rank starts.
+    check the job.
     """
     tables = read_job(job, overrides).tables
     export(tables)  # here: an mpiexec reads its own before there is a rank
     sets = [word for override in overrides for word in ("--set", override)]
     placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
     begin, restart = time.time(), 0
-    with noted_signals() as signals, Forks([command, str(job), *sets, *words], tables) as forks:
-        if hostfile is None:
-            forks.begin()  # it imports while this process goes on
+    with noted_signals() as signals:
+        hosts, count = placement.next()
+        _announce(command, hosts, count)
+        signals.has_ranks = False
+        start = prepare(command, tables) if hosts is None else spawn
+        signals.has_ranks = True
         while True:
-            hosts, count = placement.next()
-            if command == "run":
-                print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
             typed = shlex.join(["hpctrain", *sys.argv[1:]])
             told = ("--begun", f"{begin:.3f}", TYPED, typed) if command == "run" else ()
             program = [command, str(job), *sets, *words, *told]
             saves = _checkpoints_of(tables) if command == "run" else None
-            ended = _start_once(program, hosts, count, StopRequests(signals, placement.has_more), saves, forks)
+            ended = _start_once(program, hosts, count, StopRequests(signals, placement.has_more), saves, start)
             if ended.host is not None:
                 placement.note_failure(ended.host)
             if signals or not (ended.grows or (ended.again and restart < restarts)):
@@ -88,12 +88,20 @@ def start_ranks(
                 restart += 1
                 print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
             words = RESUME_NEWEST if _has_saved(_checkpoints_of(tables), begin) else words
+            hosts, count = placement.next()
+            _announce(command, hosts, count)
+
+
+def _announce(command: str, hosts: Hosts | None, count: int) -> None:
+    if command == "run":
+        where = "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
+        print(f"starting     {count} rank{'s' if count > 1 else ''}{where}", flush=True)
 
 
 def start_command(words: Sequence[str], ranks: int) -> int:
     """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
     with noted_signals() as signals:
-        return _start_once(words, None, ranks, StopRequests(signals), None, None).code
+        return _start_once(words, None, ranks, StopRequests(signals), None, spawn).code
 
 
 def _least(tables: Mapping[str, Any]) -> int | None:
@@ -101,10 +109,6 @@ def _least(tables: Mapping[str, Any]) -> int | None:
     table = tables.get("elastic")
     least = table.get("min_ranks") if isinstance(table, dict) else None
     return least if type(least) is int and least > 0 else None
-
-
-def _where(hosts: Hosts | None) -> str:
-    return "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
 
 
 def _checkpoints_of(tables: Mapping[str, Any]) -> Path:
@@ -125,18 +129,16 @@ def _start_once(
     ranks: int,
     requests: StopRequests,
     saves: Path | None,
-    forks: Forks | None,
+    start: StartRank,
 ) -> _Ended:
     """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any.
-    forks: decides how ranks on this machine start; None: anew."""
+    start: starts a rank on this machine."""
     command = python_module("hpctrain", *words)
     if hosts is not None and not hosts.are_here:
         remote = OnHosts(command, hosts)
         code = _attend(remote, remote, ranks, requests, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
-        # before there is anything that a kill would leave
-        start = spawn if forks is None else forks.choose(requests)
         sweep("hpctrain-????????")
         with scratch_directory() as directory, closing(ChannelDirectory(directory)) as link:
             launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
@@ -157,8 +159,8 @@ def _attend(launched: Launched, link: StarterChannel, ranks: int, requests: Stop
         return code
     if status == 0:
         return 0
-    if requests.again is not None:
-        return 128 + requests.again
+    if requests.signals.again is not None:
+        return 128 + requests.signals.again
     if link.why_not_started is not None:
         print(f"hpctrain: {link.why_not_started}", file=sys.stderr)
         return EXIT_ENVIRONMENT
@@ -187,7 +189,7 @@ def _wait(launched: Launched, link: StarterChannel, ranks: int, requests: StopRe
             return launched.wait(timeout=_POLL)
         except subprocess.TimeoutExpired:
             asked = requests.present()
-            if asked and link.pass_on(asked) < ranks and requests.again is not None:
+            if asked and link.pass_on(asked) < ranks and requests.signals.again is not None:
                 return None
 
 

@@ -5,7 +5,5 @@ Made of hpctrain.api: `buckets`, flat buckets of gradients; `bucketed`, a sharde
 `cache`, files that are costly to make, kept for later jobs; `attention`, parts of attention that add up; `scripts`, batch scripts,
 and the commands of schedulers.
 
-Doors to a room of hpctrain's each, with the names in their `__all__`: `commands`, what a command is made of; `jobs`, jobs read,
-checked and trained; `runs`, the files of a run; `starting`, ranks here, under mpiexec and on hosts; `launcher_variables`, a
-rank's variables; `requests`, questions to a running job; `store`, the guarded store; `groups`, process groups of one's own.
+`commands` has what a command is made of, and imports no torch. Of hpctrain's other modules the names in their `__all__` are public.
 """

@@ -30,8 +30,8 @@ from hpctrain.api import (
 )
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 from hpctrain.toolkit.offload import host_copy, is_needed, warn_if_useless
-from hpctrain.toolkit.slices import rectangles
 
 
 class PartitionedOptions(Options):
@@ -179,3 +179,31 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
             piece = Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard"))
             cut.append((piece, gradient))
     return cut
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
+    """Cut the elements `begin` to `end` of a row-major tensor of `shape` into rectangles, in the order of the elements.
+
+    They are the rest of a first row, whole rows, and the beginning of a last row. Partial rows are cut in the same way. So
+    there are at most 2 x dims - 1 rectangles.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    row = prod(shape[1:])
+    first, into_first = divmod(begin, row)
+    last, into_last = divmod(end, row)
+    if first == last:
+        return _in_row(first, rectangles(shape[1:], into_first, into_last))
+    rows: list[Rectangle] = []
+    if into_first:
+        rows += _in_row(first, rectangles(shape[1:], into_first, row))
+        first += 1
+    if first < last:
+        rows.append(Rectangle((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return rows + _in_row(last, rectangles(shape[1:], 0, into_last))
+
+
+def _in_row(row: int, inner: list[Rectangle]) -> list[Rectangle]:
+    return [Rectangle((row, *offsets), (1, *lengths)) for offsets, lengths in inner]

@@ -32,6 +32,8 @@ from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS
 from hpctrain.ranks.json_collectives import world_group
 
+__all__ = ["export_pretrained"]
+
 
 def export_pretrained(checkpoint: Path, out: Path, weights_of: str | None = None, merged: bool = False) -> str:
     """Write the model of a checkpoint into the new directory `out`, as another library loads it; return a few words about it.

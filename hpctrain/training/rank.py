@@ -20,14 +20,13 @@ from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
+from hpctrain.plugins.blame import retell_model_error
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.failure import end_on_signals
 from hpctrain.ranks.meeting import World
-from hpctrain.ranks.prints import labelled_prints
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
@@ -35,7 +34,9 @@ from hpctrain.training.assembly import assemble
 from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.start import agree_on_job, communicating, on_rank, started
+from hpctrain.training.start import ANSWERING, TRAINING, started
+
+__all__ = ["run"]
 
 
 def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
@@ -85,7 +86,7 @@ def run_rank(
     identity: Identity, read: Callable[[], RawJob], resume: str, channel: RankChannel, begun: float | None = None
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it. begun: as of `started`."""
-    with started(identity, read, resume, channel, begun) as start, exits_refused():
+    with started(identity, read, channel, TRAINING, resume, begun) as start, exits_refused():
         with start.alarmed():
             session = assemble(start)
         try:
@@ -126,12 +127,8 @@ def answer_on_rank(
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job, and ask its model."""
     end_on_signals(channel)
-    with on_rank(identity, channel) as world:
-        with labelled_prints(world.identity):
-            checked = agree_on_job(world, read)
-            with communicating(world, checked) as (checked, device, hooks, _), exits_refused():
-                found = answer(checked, world, device, hooks)
-        channel.report_exit(EXIT_DONE)
+    with started(identity, read, channel, ANSWERING) as start, exits_refused():
+        found = answer(start.checked, start.world, start.device, start.hooks)
     return {**found, "exit_code": EXIT_DONE}
 
 

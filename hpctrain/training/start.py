@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,19 +30,17 @@ from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import try_communicator
-from hpctrain.plugins.blame import retell_plugin_error
+from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.ranks.accelerators import agree_on_communicator
-from hpctrain.ranks.binding import Binding, bound
+from hpctrain.ranks.binding import bound
 from hpctrain.ranks.detection import fallback_notice, torchrun_variables
-from hpctrain.ranks.failure import leave
+from hpctrain.ranks.failure import met
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.ranks.meeting import World, compare_ranks, meet, start_communication, take_device
+from hpctrain.ranks.meeting import World, compare_ranks, start_communication, take_device
 from hpctrain.ranks.prints import labelled_prints, own, tell
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.blocks import parted_in_failure
 from hpctrain.ranks.watchdog.queries import Queries
@@ -61,158 +59,189 @@ _COMPILATION = 3600.0
 
 @dataclass
 class Start:
-    """A job that has started on this rank, and is watched.
+    """A job on its way to the training on this rank: each step of TRAINING sets what later ones need, `undo` leaves it in reverse.
 
-    resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). stop: asks this rank to stop. queries: of other
-    terminals. alarmed: a context for work that communicates. exit_code: of this rank, when all is done.
+    read: gives the job, on rank 0. resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). queries: of
+    other terminals. alarmed: a context for work that communicates. exit_code: of this rank, when all is done.
     """
 
-    world: World
-    checked: CheckedJob
-    device: torch.device
-    hooks: LifeCycle
+    identity: Identity
+    channel: RankChannel
+    read: Callable[[], RawJob]
     resume: str = "auto"
     begin: float = field(default_factory=time.monotonic)
+    undo: ExitStack = field(default_factory=ExitStack)
+    lock: OutputLock = field(default_factory=OutputLock)
     stop: StopRequest = field(default_factory=StopRequest)
+    world: World = field(init=False)
+    checked: CheckedJob = field(init=False)
+    device: torch.device = field(init=False)
+    hooks: LifeCycle = field(init=False)
     queries: Queries | None = None
     alarmed: Callable[[], AbstractContextManager[None]] = nullcontext
-    mark: int | None = None
-    """`_cancel_mark` at the start."""
+    cancel_mark: int | None = None
     exit_code: int = EXIT_DONE
 
     def is_cancelled(self) -> bool:
         """Whether `hpctrain cancel` has ended the job since its start. Collective."""
-        return bool(self.world.share("cancelled", lambda: _cancel_mark(self.checked) not in (None, self.mark)))
+        mark = partial(_cancel_mark, self.checked)
+        return bool(self.world.share("cancelled", lambda: mark() not in (None, self.cancel_mark)))
+
+    def say(self, name: str, text: str) -> None:
+        """A line of the start on rank 0's screen, and in its log."""
+        if self.identity.rank == 0:
+            LOG.info("%-12s %s", name, text)
+            with suppress(OSError):  # nobody reads it
+                print(f"{name:<12} {text}", file=own(sys.stdout), flush=True)
+
+
+Step = Callable[[Start], None]
 
 
 @contextmanager
 def started(
-    identity: Identity, read: Callable[[], RawJob], resume: str, channel: RankChannel, begun: float | None = None
+    identity: Identity,
+    read: Callable[[], RawJob],
+    channel: RankChannel,
+    steps: Sequence[Step],
+    resume: str = "auto",
+    begun: float | None = None,
 ) -> Iterator[Start]:
-    """Meet the other ranks, agree on the job that rank 0 reads, and let it run in this context.
+    """Take the steps, and let the job run in this context.
 
     begun: when the starter of these ranks, which may have started others before them, began, on time.time(); None: now.
     """
     begin = time.monotonic() - (0.0 if begun is None else max(0.0, time.time() - begun))
     if resume not in ("auto", "never"):
         resume = str(behind_name(Path(resume)))
-    with closing(OutputLock()) as lock, on_rank(identity, channel) as world:
-        channel = world.channel
-        # already here: a signal during building must not end a single rank
-        with StopRequest() as stop, labelled_prints(world.identity, channel.terminal, channel.error_terminal):
-            channel.answers_signals()
-            checked = agree_on_job(world, read)
-            # before anything slow: a later mark is meant for this start
-            mark = _cancel_mark(checked) if world.identity.rank == 0 else None
-            with (
-                _in_output_dir(world, checked, resume, lock),
-                _running(world, checked, resume, begin, stop, mark) as run,
-            ):
-                yield run
-        channel.report_exit(run.exit_code)
+    start = Start(identity, channel, read, resume, begin)
+    with start.undo:
+        for step in steps:
+            step(start)
+        yield start
 
 
-@contextmanager
-def on_rank(identity: Identity, channel: RankChannel) -> Iterator[World]:
-    """Meet the other ranks; an error of one of several ranks in this context ends all."""
-    world = meet(identity, channel)
-    try:
-        with torchrun_variables(identity), cached_on_node():
-            yield world
-    except BaseException as error:
-        if identity.size == 1:
-            raise
-        leave(world, error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        allow_objects()
-        world.close()
+def meet(start: Start) -> None:
+    """Meet the other ranks; from now on an error of one of several ranks ends all."""
+    start.undo.callback(start.lock.close)  # of the output directory: kept until all ranks have left
+    start.world = start.undo.enter_context(met(start.identity, start.channel))
+    start.undo.push(lambda kind, *_: None if kind else start.channel.report_exit(start.exit_code))
+    start.undo.enter_context(torchrun_variables(start.identity))
+    start.undo.enter_context(cached_on_node())
 
 
-@contextmanager
-def _in_output_dir(world: World, checked: CheckedJob, resume: str, lock: OutputLock) -> Iterator[None]:
+def take_signals(start: Start) -> None:
+    """Keep signals for the loop: one during building must not end a single rank. Put the rank before users' lines."""
+    start.undo.enter_context(start.stop)
+    start.undo.enter_context(labelled_prints(start.identity, start.channel.terminal, start.channel.error_terminal))
+    start.channel.answers_signals()
+
+
+def label_output(start: Start) -> None:
+    """Put the rank before users' lines."""
+    start.undo.enter_context(labelled_prints(start.identity))
+
+
+def agree(start: Start) -> None:
+    """Agree on the job that rank 0 reads."""
+    start.checked = agree_on_job(start.world, start.read)
+    if start.identity.rank == 0:  # before anything slow: a later mark is meant for this start
+        start.cancel_mark = _cancel_mark(start.checked)
+
+
+def take_directory(start: Start) -> None:
     """Take the job's directory, and write this rank's log there."""
-    identity, aside = world.identity, list[Path]()
+    identity, checked, aside = start.identity, start.checked, list[Path]()
+    directory = checked.job.output_dir
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
         tell(f"hpctrain: {notice}")
 
-    def take_output_dir() -> None:
-        if resume == "never":
-            aside.extend(_set_aside(checked.job.output_dir))
-        elif resume != "auto":
-            refuse_other_run(Path(resume), resolved_tables(checked))
-        write_resolved(checked, identity.size, lock)
+    def take() -> None:
+        if start.resume == "never":
+            aside.extend(_set_aside(directory))
+        elif start.resume != "auto":
+            refuse_other_run(Path(start.resume), resolved_tables(checked))
+        write_resolved(checked, identity.size, start.lock)
 
-    world.share("output", take_output_dir)  # by rank 0, before anything is built
-    with _taken_back(aside, checked.job.output_dir), logged_to_file(checked.job.output_dir, identity):
-        _tell_environment(checked, identity)
-        for sentence in world.strangers:  # from before the log existed
-            LOG.info("%s", sentence)
-        yield
+    start.world.share("output", take)  # by rank 0, before anything is built
+    start.undo.push(lambda kind, *_: _give_back(aside, directory) if kind else None)
+    start.undo.enter_context(logged_to_file(directory, identity))
+    if text := described(checked.raw.tables):
+        LOG.info("environment: %s", text)  # each rank's own
+        start.say("environment", text)
+    for sentence in start.world.strangers:  # from before the log existed
+        LOG.info("%s", sentence)
+
+
+def communicate(start: Start) -> None:
+    """Take this rank's device and cores, set torch.distributed up, and prepare the hooks."""
+    job, world, undo = start.checked.job, start.world, start.undo
+    undo.enter_context(deterministic(job.job.deterministic))
+    undo.enter_context(_retold(start))
+    start.checked, card = _with_communicator(world, start.checked)
+    communicator = start.checked.parts.communicator
+    start.device = take_device(world, communicator, card)
+    binding = undo.enter_context(bound(world, start.device, job.job.cpu_bind))  # before there are threads that compute
+    start_communication(world, communicator, _patience(job), partial(_wrap, job, start.identity))
+    try_communicator(communicator, start.device)
+    parts = start.checked.parts
+    start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)
+    start.hooks.position.compiles = job.compile.enabled
+    undo.push(partial(_clear_caches, start))
+    if job.compile.enabled:
+        refuse_shared_caches()
+        undo.callback(torch.compiler.reset)  # else it would treat this job's and the next job's shapes as one model's
+    if binding.told:
+        start.say("cores", binding.told)
+
+
+def watch(start: Start) -> None:
+    """Note the start, and watch the ranks from now on."""
+    job, world = start.checked.job, start.world
+    since = time.time() - (time.monotonic() - start.begin)
+    hosts = gather_values(world.identity.node)
+    sources = start.checked.registry.sources
+    plugins = list(dict.fromkeys(f"{one.distribution} {one.version}" for one in sources if one.distribution))
+    world.share("start", lambda: note_start(job.output_dir, world.identity, hosts, plugins, since, start.device))
+    limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
+    start.queries = Queries(job.output_dir)
+    start.alarmed = start.undo.enter_context(watched(world, start.hooks.position, limit, start.queries))
+
+
+TRAINING: tuple[Step, ...] = (meet, take_signals, agree, take_directory, communicate, watch)
+ANSWERING: tuple[Step, ...] = (meet, label_output, agree, communicate)
+"""The steps of commands that ask a trained model."""
 
 
 @contextmanager
-def _running(
-    world: World, checked: CheckedJob, resume: str, begin: float, stop: StopRequest, mark: int | None
-) -> Iterator[Start]:
-    """Communicate, and watch the ranks."""
-    with deterministic(checked.job.job.deterministic), communicating(world, checked) as of_rank:
-        checked, device, hooks, binding = of_rank
-        if binding.told:
-            _say(world.identity, "cores", binding.told)
-        _note_start(world, checked, begin, device)
-        job = checked.job
-        limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
-        hooks.position.compiles = job.compile.enabled
-        queries = Queries(job.output_dir)
-        with watched(world, hooks.position, limit, queries) as alarmed:
-            yield Start(world, checked, device, hooks, resume, begin, stop, queries, alarmed, mark)
-
-
-@contextmanager
-def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJob, torch.device, LifeCycle, Binding]]:
-    """Set torch.distributed up, and yield the job with its communicator, the device, the hooks and this rank's cores. Errors
-    of plugins and of the user's own model become sentences."""
-    identity, hooks = world.identity, None
+def _retold(start: Start) -> Iterator[None]:
+    """Tell the hooks of an error; those of plugins and of the user's own model become sentences."""
     try:
-        checked, card = _with_communicator(world, checked)
-        device = take_device(world, checked.parts.communicator, card)
-        with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
-            start_communication(
-                world, checked.parts.communicator, _patience(checked.job), partial(_wrap, checked.job, identity)
-            )
-            try_communicator(checked.parts.communicator, device)
-            hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
-            if checked.job.compile.enabled:
-                refuse_shared_caches()
-            try:
-                yield checked, device, hooks, binding
-            except BaseException:
-                if identity.size == 1:  # several ranks end now
-                    with suppress(RuntimeError):  # of a device that has failed, which is told
-                        clear_sharding_cache(device)
-                raise
-            else:
-                clear_sharding_cache(device)
-            finally:
-                if checked.job.compile.enabled:
-                    torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
+        yield
     except Exception as error:
         LOG.info("%s: %s", type(error).__name__, error)  # the log has what the screen has
-        if hooks is not None:
+        if hasattr(start, "hooks"):
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
-                hooks.call("hpctrain_exception", exception=error, identity=identity)
-            why = parted_in_failure(world, hooks.position) if isinstance(error, dist.DistBackendError) else None
+                start.hooks.call("hpctrain_exception", exception=error, identity=start.identity)
+            is_of_group = isinstance(error, dist.DistBackendError)
+            why = parted_in_failure(start.world, start.hooks.position) if is_of_group else None
             if why is not None:
                 raise TrainingError(why) from error
-        retell_plugin_error(error, checked.registry, identity)
+        retell_plugin_error(error, start.checked.registry, start.identity)
         retell_model_error(error, CALLS)
         raise
     finally:
-        if hooks is not None:
-            hooks.close()
+        if hasattr(start, "hooks"):
+            start.hooks.close()
+
+
+def _clear_caches(start: Start, kind: type[BaseException] | None, *_: object) -> None:
+    if kind is None:
+        clear_sharding_cache(start.device)
+    elif start.identity.size == 1:  # several ranks end now
+        with suppress(RuntimeError):  # of a device that has failed, which is told
+            clear_sharding_cache(start.device)
 
 
 def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
@@ -267,47 +296,15 @@ def _patience(job: Job) -> float:
     return max(table.timeout_seconds, _COMPILATION) if waits else table.timeout_seconds
 
 
-def _note_start(world: World, checked: CheckedJob, begin: float, device: torch.device) -> None:
-    """Write down versions, command and hosts. Collective. begin: of the run, on time.monotonic()."""
-    since = time.time() - (time.monotonic() - begin)
-    hosts = gather_values(world.identity.node)
-    plugins = dict.fromkeys(f"{one.distribution} {one.version}" for one in checked.registry.sources if one.distribution)
-    world.share(
-        "start", lambda: note_start(checked.job.output_dir, world.identity, hosts, list(plugins), since, device)
-    )
-
-
-def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
-    """The variables of [environment] as this rank has them, in its log, and rank 0's on the screen."""
-    text = described(checked.raw.tables)
-    if text:
-        LOG.info("environment: %s", text)
-        _say(identity, "environment", text)
-
-
-def _say(identity: Identity, name: str, text: str) -> None:
-    """A line of the start on rank 0's screen."""
-    if identity.rank == 0:
-        LOG.info("%-12s %s", name, text)
-        with suppress(OSError):  # nobody reads it
-            print(f"{name:<12} {text}", file=own(sys.stdout), flush=True)
-
-
-@contextmanager
-def _taken_back(aside: Sequence[Path], directory: Path) -> Iterator[None]:
-    """Give an earlier run its directory back if this one fails before its first step."""
-    try:
-        yield
-    except BaseException:
-        metrics = directory / METRICS
-        if aside and not (metrics.exists() and metrics.stat().st_size):
-            with suppress(OSError):
-                failed = put_back(aside[0], directory)
-                said = (
-                    f"no step was trained: the earlier run is in {directory} again, the log of this start in {failed}"
-                )
-                tell(f"hpctrain: {said}")
-        raise
+def _give_back(aside: Sequence[Path], directory: Path) -> None:
+    """Give an earlier run its directory back if this one has failed before its first step."""
+    metrics = directory / METRICS
+    if aside and not (metrics.exists() and metrics.stat().st_size):
+        with suppress(OSError):
+            failed = put_back(aside[0], directory)
+            tell(
+                f"hpctrain: no step was trained: the earlier run is in {directory} again, the log of this start in {failed}"
+            )
 
 
 def _set_aside(directory: Path) -> list[Path]:

@@ -43,8 +43,8 @@ class Option:
 def list_plugins(registry: Registry) -> list[Listed]:
     """Active plugins by slot and name, then broken and blocked modules."""
     rows = [
-        Listed(slot, name, "active", s.distribution, s.version, s.entry_point, s.module, _told(registry, slot, name))
-        for (slot, name), s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
+        Listed(*key, "active", s.distribution, s.version, s.entry_point, s.module, registry.remarks.get(key, ""))
+        for key, s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
     told |= {source.module for sources in registry.conflicts.values() for source in sources}
@@ -74,10 +74,6 @@ def list_commands(offers: Sequence[OfferedCommand]) -> list[Listed]:
             state, why = "broken", str(error)
         rows.append(Listed(COMMAND, str(s.command), state, s.distribution, s.version, s.entry_point, s.module, why))
     return rows
-
-
-def _told(registry: Registry, slot: str, name: str) -> str:
-    return "; ".join(one.text for one in registry.remarks_on(slot, name))
 
 
 def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:

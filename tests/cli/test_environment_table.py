@@ -17,7 +17,7 @@ SHOWN = {"OMP_DISPLAY_ENV": "TRUE", "OMP_THREAD_LIMIT": 77}
 
 
 def limits(done: Finished) -> list[str]:
-    """The thread limit that each process's libgomp has read: ranks of -n have that of their fork server."""
+    """The thread limit that each process's libgomp has read: ranks of -n have that of their starter."""
     return re.findall(r"OMP_THREAD_LIMIT = '(\d+)'", done.err)
 
 

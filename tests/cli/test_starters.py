@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from launching import Finished, Started, started
 
-from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, ending_in, started_variables
+from hpctrain.base.launcher_variables import RankNumbers, started_variables
+from hpctrain.starting.channel_directory import ChannelDirectory, ending_in
 
 PROGRAM = """
 import os, signal, sys, torch, hpctrain

@@ -187,13 +187,6 @@ def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path
 
 @pytest.mark.thorough
 def test_check_tells_what_min_ranks_allows(elastic: JobFile, tmp_path: Path) -> None:
-    elastic.set(batch={"global_size": 12})
-    some = run(hpctrain("check", "job.toml", "-n", "6"), tmp_path, env=environment(elastic))
-    assert some.code == 0 and "when some of 6 ranks are missing, the job goes on with 4, 3, 2\n" in some.err, some
     many = run(hpctrain("check", "job.toml", "-n", "1"), tmp_path, env=environment(elastic))
     assert many.code == 2 and "[elastic] min_ranks: found 2, but the job starts on 1; expected" in many.err, many
-    none = run(
-        hpctrain("check", "job.toml", "-n", "6", "--set", "elastic.min_ranks=5"), tmp_path, env=environment(elastic)
-    )
-    assert none.code == 2 and "[elastic] min_ranks: found 5, but the job fits no number of ranks" in none.err, none
     assert "found 0" in run(hpctrain("check", "job.toml", "--set", "elastic.min_ranks=0"), tmp_path).err

@@ -11,8 +11,6 @@ import tomli_w
 from commands import directory, ending  # noqa: F401  (a fixture)
 from conftest import TINY
 
-from hpctrain.checking import trial
-
 pytestmark = pytest.mark.usefixtures("directory")
 
 LOSS = "torch.nn.functional:cross_entropy"
@@ -55,13 +53,6 @@ def test_files_beyond_limits(text: str, sentence: str) -> None:
     written(text)
     assert said(2).startswith(sentence)
     assert said(2, command="run").startswith(sentence)
-
-
-def test_a_model_that_is_not_built_in_time_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "BUILDING_SECONDS", 0.2)
-    Path("endless.py").write_text("import time\ndef build(): time.sleep(30)\n")
-    written(model={"name": "endless:build", "loss": LOSS}, dataset=OWN["dataset"])
-    assert "job.toml: note: [model] name = 'endless:build' was not built within 0.2 s: its modules are" in said(0)
 
 
 def test_a_job_file_in_a_loop_of_links() -> None:

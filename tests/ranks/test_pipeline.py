@@ -20,7 +20,7 @@ from training import Rows, job, session_of, train_here
 
 from hpctrain.api import hookimpl
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.plugins.user_code.calling import retell_model_error
+from hpctrain.plugins.blame import retell_model_error
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 

@@ -96,7 +96,10 @@ def session_of(tables: dict[str, Any], plugin: object = None, identity: Identity
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
     hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
-    session = assemble(Start(World(identity, HashStore(), RankChannel()), checked, own_device(), hooks))
+    start = Start(identity, RankChannel(), lambda: checked.raw)
+    start.world, start.checked = World(identity, HashStore(), start.channel), checked
+    start.device, start.hooks = own_device(), hooks
+    session = assemble(start)
     try:
         yield session
     finally:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from conftest import TINY, JobFile
+from hpctrain_tools.doctor.variables import settings
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import check
-from hpctrain.job.environment import name_problem, settings, variables
+from hpctrain.job.environment import name_problem, variables
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 

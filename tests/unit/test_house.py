@@ -23,7 +23,7 @@ from sources import sources
 import hpctrain.api
 from hpctrain.cli import COMMANDS, cli
 from hpctrain.job.tables import Job
-from hpctrain.plugins.hookspecs import LifeCycleHooks, RegistrationHooks
+from hpctrain.plugins.hookspecs import CommandHook, LifeCycleHooks
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 
@@ -31,14 +31,15 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 36_868, "plugins/hpctrain_plugins": 10_947}
+BUDGETS = {"hpctrain": 35_337, "plugins/hpctrain_plugins": 10_946}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
 WORDS = 73_669
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 
 def hooks() -> list[str]:
-    return [name for spec in (RegistrationHooks, LifeCycleHooks) for name in vars(spec) if name.startswith("hpctrain_")]
+    named = [name for spec in (CommandHook, LifeCycleHooks) for name in vars(spec) if name.startswith("hpctrain_")]
+    return [*(slot.hook for slot in SLOTS.values()), *named]
 
 
 def inside(command: click.Command) -> dict[str, click.Command]:
@@ -90,6 +91,20 @@ def test_no_module_hides_a_public_name(door: str) -> None:
     assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
 
 
+def test_plugins_import_what_all_names() -> None:
+    """Those of slots, and other distributions: `hpctrain.api`, the toolkit, and names in `__all__` of hpctrain's other modules."""
+    others = [path for path in (ROOT / "plugins").glob("*/hpctrain_*") if path.is_dir()]
+    hidden = set()
+    for file in (
+        file for package in (ROOT / "plugins" / "hpctrain_plugins", *others) for file in package.rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"hpctrain(\.(?!toolkit)|$)", node.module or ""):
+                public = getattr(importlib.import_module(str(node.module)), "__all__", ())
+                hidden |= {f"{file}: {node.module}.{name.name}" for name in node.names if name.name not in public}
+    assert not hidden
+
+
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
     assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"
@@ -97,8 +112,6 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert len(hooks()) == len(SLOTS) + 1 + 14, "one for commands, and the life-cycle hooks"
     for name in hooks():
         assert f"`{name}`" in text, name
-        spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)
-        assert spec.__doc__, name
     assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
     assert all(f"def {slot.hook}()" in pages[name] for name, slot in SLOTS.items()), "each page has an example"
     table = [*re.findall(r"^\| (?:`hpctrain_[a-z_]+`(?:, )?)+", pages["hook"], flags=re.MULTILINE)]

@@ -14,9 +14,7 @@ from conftest import TINY
 
 import hpctrain
 from hpctrain.base.errors import CheckpointError, HpctrainError, TrainingError, UsageError
-from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
 
 PATIENCE = """
@@ -439,18 +437,9 @@ class Made(Zero0):
         raise KeyError("no such thing")
 
 
-class Remembers(Zero0):
-    '''Keeps state where none belongs.'''
-
-    name = "remembers"
-
-    def shard(self, module, spec, mesh, sums):
-        self.module = module
-
-
 @hookimpl
 def hpctrain_sharding():
-    return [Own, Checked, Made, Remembers]
+    return [Own, Checked, Made]
 """
 
 
@@ -460,7 +449,6 @@ def hpctrain_sharding():
         ("own", "the plugin fails_{} ([plugins] load) raised ValueError: boom in Model.begin"),
         ("checked", "[sharding] name = 'checked': the plugin fails_{} ([plugins] load) raised AttributeError: 'Plan' object has"),
         ("made", "[sharding] name = 'made': the plugin fails_{} ([plugins] load) raised KeyError: 'no such thing' in Made.__init"),
-        ("remembers", "the plugin Remembers is a description and was given 'module' after its constructor; keep state in what"),
     ],
 )  # fmt: skip
 def test_what_a_plugin_raises_is_told_with_its_name(name: str, sentence: str) -> None:
@@ -469,65 +457,6 @@ def test_what_a_plugin_raises_is_told_with_its_name(name: str, sentence: str) ->
     with pytest.raises(HpctrainError) as found:
         hpctrain.run({**TINY, "sharding": {"name": name}, "plugins": {"load": [load]}})
     assert sentence.format(name) in str(found.value) and found.value.exit_code == 4
-
-
-HOOKS = """
-from hpctrain.api import Hook, hookimpl
-
-
-class Watch:
-    @hookimpl
-    def hpctrain_job_end(self): ...
-
-
-class Unmarked(Hook):
-    name = "unmarked"
-
-    def start(self):
-        class Run(Watch):
-            def hpctrain_step_end(self, step): ...
-        return Run()
-
-
-class Misplaced(Hook):
-    name = "misplaced"
-
-    def start(self):
-        return Watch()
-
-    @hookimpl
-    def hpctrain_step_end(self, step): ...
-
-
-class Passes(Hook):
-    name = "passes"
-
-    def start(self):
-        return Watch()
-
-    @hookimpl
-    def hpctrain_job_end(self): ...
-
-
-@hookimpl
-def hpctrain_hook():
-    return [Unmarked, Misplaced, Passes]
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("unmarked", "it has the function 'hpctrain_step_end' without the mark of hpctrain.api.hookimpl, so nobody"),
-        ("misplaced", "the object that start() returns takes part in the run, so nobody calls its hpctrain_step_end"),
-    ],
-)
-def test_a_method_of_a_hook_that_nobody_would_call_is_refused(name: str, sentence: str) -> None:
-    registry = build_registry([write("never_called", HOOKS)])
-    cls, passes = registry.find("hook", name).cls, registry.find("hook", "passes").cls
-    with pytest.raises(UsageError) as found:
-        LifeCycle(registry, Identity(), [passes(passes.Options()), cls(cls.Options())])
-    assert str(found.value).startswith(f"[[hook]] name = {name!r}: {sentence}")
 
 
 def test_an_evaluation_that_is_no_number_is_none_that_is_better() -> None:

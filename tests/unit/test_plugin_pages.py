@@ -47,7 +47,7 @@ def test_the_example_of_a_slot_is_a_plugin_without_a_remark(here: Path, slot: st
     registry = build_registry([module])
     mine = [(key, entry) for key, entry in registry.entries.items() if entry.source.module == module]
     assert [of for (of, _), _ in mine] == [slot]
-    said = [one.text for (of, name), _ in mine for one in registry.remarks_on(of, name)]
+    said = [registry.remarks[key] for key, _ in mine if key in registry.remarks]
     assert not [text for text in said if not text.startswith(f"it provides the {slot} ")], said
 
 

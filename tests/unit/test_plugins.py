@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,8 +17,6 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageE
 from hpctrain.cli import cli, execute
 from hpctrain.contracts.scheduler import JOB_FILE
 from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.plugins.user_code.reference import resolve
-from hpctrain.version import API_VERSION
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl
@@ -143,22 +139,18 @@ def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None
     [
         ("1/0", "importing it raised ZeroDivisionError"),
         ("raise SystemExit(0)", "importing it raised SystemExit"),
-        ("raise GeneratorExit", "importing it raised GeneratorExit"),
-        ("raise KeyboardInterrupt", "importing it raised KeyboardInterrupt"),
         ("import no_such_package", "it needs the package 'no_such_package', which is not installed"),
         (
             "from hpctrain.api import NoSuchName",
             "the module cannot be imported: cannot import name 'NoSuchName' from 'hpctrain.api'",
         ),
         ("x = 1", "it implements no hook"),
-        (
-            "HPCTRAIN_API = 99\n" + MODEL.format(name="m"),
-            f"asks for plugin API version 99, and this hpctrain has version {API_VERSION}: install a newer hpctrain",
-        ),
-        ("HPCTRAIN_API = '2'\n" + MODEL.format(name="m"), "asks for plugin API version '2'"),
         (MODEL.format(name="m").replace("def hpctrain_model", "def hpctrain_modell"), "did you mean 'hpctrain_model'?"),
         (MODEL.format(name="m").replace("def build", "def builds"), "Mine (m) lacks build (it has builds)"),
-        (MODEL.format(name="m").replace("def hpctrain_model()", "def hpctrain_model(self_made)"), "found (self_made)"),
+        (
+            MODEL.format(name="m").replace("def hpctrain_model()", "def hpctrain_model(self_made)"),
+            "{'self_made'} are declared",
+        ),
         (MODEL.format(name="m").replace("def build(self): ...", ""), "Mine (m) lacks build"),
         (MODEL.format(name="m").replace('name = "m"', ""), "with a `name`"),
         (MODEL.format(name="m").replace("[Mine]", "Mine"), "expected a list of ModelSpec classes"),
@@ -181,53 +173,6 @@ def plugin(slot: str, bases: str, body: str, before: str = "") -> str:
     """A module with one class."""
     body = "".join(f"    {line}\n" for line in body.splitlines())
     return f"{API}{before}\nclass Old({bases}):\n    name = 'old'\n{body}\n@hookimpl\ndef hpctrain_{slot}():\n    return [Old]\n"
-
-
-SPEC = "".join(
-    f"def {method}: ...\n"
-    for method in ("build(self)", "forward(self, module, batch)", "count(self, batch)", "loss(self, a, b)")
-)
-UNFIT: dict[str, tuple[str, str]] = {
-    "a checkpointing without replicas": (
-        plugin("activation_checkpointing", "ActivationCheckpointing", "def apply(self, module, spec): ...\n"),
-        "`apply` is called with (module, spec, replicas), and takes (module, spec)",
-    ),
-    "an axis whose traits are no property": (
-        plugin("parallelism", "Parallelism", "def traits(self): ...\ndef apply(self, module, spec, mesh): ...\n"),
-        "`traits` must be a property or a value, found a method",
-    ),
-    "a strategy whose trait is a method": (
-        plugin(
-            "sharding",
-            "Sharding",
-            "def axes(self, ranks, replicate): ...\ndef shard(self, module, spec, mesh, sums): ...\ndef tells_spans(self): ...\n",
-        ),
-        "`tells_spans` must be a value, found a method",
-    ),
-    "a model whose loss is a value": (
-        plugin("model", "ModelSpec", SPEC + "loss = 1.0\n"),
-        "`loss` must be a method, found 1.0",
-    ),
-    "a method that takes an argument by name only": (
-        plugin("schedule", "Schedule", "def factor(self, step: int, *, steps: int) -> float: ...\n"),
-        "`factor` is called with (step, steps), and takes (step, *, steps)",
-    ),
-    "a hook without its mark": (
-        plugin("schedule", "Schedule", "def factor(self, step, steps): ...\n", "def hpctrain_step_end(step): ...\n"),
-        "it has the function 'hpctrain_step_end' without the mark of hpctrain.api.hookimpl, so nobody calls it",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", UNFIT)
-def test_a_plugin_that_cannot_be_called_is_refused(site: Site, kind: str) -> None:
-    source, sentence = UNFIT[kind]
-    slot = source.rpartition("def hpctrain_")[2].partition("(")[0]
-    site.install("acme-hpc", f"{slot}.old", "acme_old", source)
-    registry = build_registry()
-    assert sentence in fault(registry, f"{slot}.old")
-    with pytest.raises(EnvironmentUnfitError, match=r"acme_old \(acme-hpc 1\.2"):
-        registry.find(slot, "old")
 
 
 HELPERS = """
@@ -279,7 +224,7 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
 
 def test_a_broken_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
     """Of two in a module, each is told by its own name, whatever the entry point is called."""
-    both = plugin("logger", "Logger", "def open(self): ...\n").replace(
+    both = plugin("logger", "Logger", "def opens(self): ...\n").replace(
         "[Old]", "[Old, type('Csv', (Old,), {'name': 'csv', '__module__': __name__})]"
     )
     site.install("acme-hpc", "logger.both", "acme_both", both)
@@ -291,26 +236,6 @@ def test_a_broken_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Sit
     assert "it provides the logger 'csv', since acme_both (acme-hpc 1.2, entry point 'logger.both') is broken: " in line
     broken = {(row.slot, row.name) for row in list_plugins(registry) if row.state == "broken"}
     assert broken == {("logger", "old"), ("logger", "csv")}
-
-
-@pytest.fixture
-def _heeding() -> Iterator[None]:
-    """A background job of a shell ignores SIGINT, and Python with it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_heeding")
-def test_a_signal_ends_an_import_that_survives_what_its_module_raises(site: Site) -> None:
-    (site.path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    (site.path / "interrupts.py").write_text("raise KeyboardInterrupt\n")
-    for use in (lambda module: build_registry([module]), lambda module: resolve(f"{module}:Net")):
-        with pytest.raises((UsageError, EnvironmentUnfitError), match="KeyboardInterrupt"):
-            use("interrupts")
-        with pytest.raises(KeyboardInterrupt):
-            use("interrupted")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_blocking_and_unknown_names() -> None:
@@ -395,7 +320,6 @@ def test_a_plugin_adds_a_command(site: Site, group: str, capsys: pytest.CaptureF
         ("command.count", "import no_such_package", "it needs the package 'no_such_package', which is not installed"),
         ("command.count", "1 / 0", "importing it raised ZeroDivisionError"),
         ("command.count", "raise SystemExit(7)", "importing it raised SystemExit: 7"),
-        ("command.count", "HPCTRAIN_API = 999", "it asks for plugin API version 999"),
         ("command.count", COMMAND.replace("@hookimpl", ""), "it implements no hook hpctrain_command"),
         ("command.count", COMMAND.replace("return command", "return 5"), "expected a click.Command, found 5"),
         (

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hpctrain_tools.plan.estimate import step_time
 from hpctrain_tools.plan.job_plan import JobPlan
+from hpctrain_tools.plan.machines import open_machine
 from hpctrain_tools.plan.rank_plan import Exchange, RankPlan
 from hpctrain_tools.plan.simulation import plan_rank
 from hpctrain_tools.plan.watch import Operator
 
 import hpctrain
 from hpctrain.checking.check import check
-from hpctrain.job.machines import Machine, open_machine
+from hpctrain.job.machines import Machine
 from hpctrain.job.raw import RawJob
 
 PLUGINS = """

@@ -420,7 +420,9 @@ def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp
     assert "Loss not finite (NaN)" in page and "[optimizer] lr = 1e+30 is far above what trains" in page
 
 
-HOLDER = "import sys; from pathlib import Path; from hpctrain.job.output_lock import holder_of; print(holder_of(Path(sys.argv[1])))"
+HOLDER = (
+    "import sys, pathlib; from hpctrain_tools.runs.holder import holder_of; print(holder_of(pathlib.Path(sys.argv[1])))"
+)
 
 
 def test_a_run_that_asks_for_its_report_keeps_its_lock(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.pieces import offsets_of
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
-from hpctrain.toolkit.slices import rectangles
+from hpctrain.toolkit.partitioned import rectangles
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -113,7 +113,10 @@ def test_flux_starts_tasks_also_inside_slurm_and_an_mpiexec_in_a_task_is_the_lau
 def test_ranks_exchange_texts_through_their_launcher() -> None:
     """Round after round, with the server that MPI libraries use; a launcher that ends is an error, not a wait."""
     server = PmiServer(2)
-    ends = [LauncherPmi(server.environment(rank)) for rank in range(2)]
+    inherited = [{"PMI_FD": str(os.dup(server.descriptors(rank)[0]))} for rank in range(2)]
+    environments = [{**server.environment(rank), **inherited[rank]} for rank in range(2)]
+    server.started()
+    ends = [LauncherPmi(environment) for environment in environments]
     with ThreadPoolExecutor(2) as ranks:
         for word in ("one", "two"):
             texts = list(ranks.map(lambda end, word=word: end.exchange(f"{word}-{end.rank}"), ends))

@@ -29,6 +29,8 @@ from hpctrain.base.store.messages import (
 )
 from hpctrain.base.store.server import StoreServer
 
+__all__ = ["GuardedStore", "open_store"]
+
 _SLACK = 10.0
 """Seconds that an answer may take beyond the server's own time limit: rank 0 may be busy."""
 _PATIENCE = 300.0

@@ -23,6 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store.messages import DIGEST_BYTES, digest
 
+__all__ = ["create_group"]
+
 BACKEND = "guarded_gloo"
 
 LOG = logging.getLogger("hpctrain")

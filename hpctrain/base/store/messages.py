@@ -17,6 +17,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+__all__ = ["DIGEST_BYTES", "SECRET_BYTES", "ProtocolError", "digest", "verify"]
+
 MAGIC = b"hpctrain store 1\n"
 NONCE_BYTES = 32
 DIGEST_BYTES = 32

@@ -11,6 +11,8 @@ from contextlib import suppress
 
 import psutil  # type: ignore[import-untyped]
 
+__all__ = ["bind_communication", "listeners", "reachable_addresses"]
+
 LOOPBACK = "127.0.0.1"
 
 

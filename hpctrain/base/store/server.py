@@ -31,6 +31,8 @@ from hpctrain.base.store.messages import (
     verify,
 )
 
+__all__ = ["StoreServer"]
+
 _HANDSHAKE_SECONDS = 30.0
 """Long, because rank 0 may compute meanwhile and hold the interpreter lock."""
 _UNPROVEN = 256

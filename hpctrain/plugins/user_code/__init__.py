@@ -10,9 +10,7 @@ from hpctrain.plugins.user_code.dataset import UserDataset
 from hpctrain.plugins.user_code.metric import UserMetric
 from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.plugins.user_code.optimization import UserOptimizer, UserSchedule
-from hpctrain.plugins.user_code.reference import is_reference
-
-__all__ = ["as_plugin", "is_reference"]
+from hpctrain.plugins.user_code.reference import is_reference as is_reference
 
 
 def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[str, Any]) -> Plugin:

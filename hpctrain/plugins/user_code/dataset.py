@@ -1,19 +1,29 @@
-"""Any data set of the user's: map-style, or an iterable one."""
+"""A data set of the user's, or a torch.utils.data.DataLoader around one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from hpctrain.base.errors import UsageError
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream
-from hpctrain.plugins.user_code.calling import users_code
-from hpctrain.plugins.user_code.data_loader import take_over
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream, Weights
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
-from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, Weighing
-from hpctrain.plugins.user_code.stream import UserStream
+from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
+
+_UNUSED = {"drop_last": False, "pin_memory": False, "generator": None, "timeout": 0, "persistent_workers": False}
+"""Arguments of a DataLoader that have no effect here, with their defaults; the screen names those that were given."""
 
 
 class UserDataset(Dataset):
@@ -27,11 +37,12 @@ class UserDataset(Dataset):
         factory: Callable[..., Any],
         options: dict[str, Any],
         collation: UserCollation | None,
-        weigh: Weighing | None,
+        weigh: Callable[[Any], Weights] | None,
     ) -> None:
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._factory, self._collation, self._weigh = factory, collation, weigh
+        self._what = f"[dataset] name = {reference!r}"
 
     @classmethod
     def from_table(
@@ -41,39 +52,85 @@ class UserDataset(Dataset):
         factory = resolve(reference)
         refuse_arguments(reference, factory, {"split": "train", **options})
         collation = UserCollation.from_reference(collate) if isinstance(collate, str) else None
-        weigh = Weighing.from_reference(weights) if isinstance(weights, str) else None
-        return cls(reference, factory, options, collation, weigh)
+        return cls(reference, factory, options, collation, weigh_by(weights) if isinstance(weights, str) else None)
 
     def open(self, split: Split, context: DatasetContext) -> Samples | Stream | None:
-        what = f"[dataset] name = {self.reference!r}"
-        with users_code(what):
+        with users_code(self._what):
             source = self._factory(split=split, **self.options)
         if source is None:
             return None
-        if not isinstance(source, DataLoader):
-            return self._opened(what, source, self._collation)
-        taken = take_over(what, source)
-        own = None if taken.collate is None else UserCollation(f"{what}: the DataLoader's collate_fn", taken.collate)
-        opened = self._opened(what, taken.dataset, self._collation or own)
-        opened.workers, opened.remark = taken.workers, taken.remark
-        return opened
+        return self._of_loader(source) if isinstance(source, DataLoader) else self._opened(source, self._collation)
 
-    def _opened(self, what: str, source: Any, collation: UserCollation | None) -> Samples | Stream:
+    def _opened(self, source: Any, collation: UserCollation | None) -> Samples | Stream:
+        what = f"{self._what} returned {type(source).__name__}"
         if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not hasattr(source, "__getitem__")):
-            self._refuse_stream(what, source)
+            if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
+                raise UsageError(
+                    f"{what}, which can be read once only; expected an object whose __iter__ begins anew, such as a "
+                    "torch.utils.data.IterableDataset"
+                )
+            if self._weigh is not None:
+                raise UsageError(
+                    f"[dataset] weights: {self.reference!r} returned {type(source).__name__}, a stream, which weights can't draw "
+                    "from; leave them out, or return samples by index (__len__ and __getitem__)"
+                )
             return UserStream(self.reference, source, collation)
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise UsageError(
-                f"{what} returned {type(source).__name__}, expected __len__ and __getitem__, or an iterable data set with __iter__"
-            )
+            raise UsageError(f"{what}, expected __len__ and __getitem__, or an iterable data set with __iter__")
         return UserSamples(self.reference, source, collation, self._weigh)
 
-    def _refuse_stream(self, what: str, source: Any) -> None:
-        if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
+    def _of_loader(self, loader: DataLoader[Any]) -> Samples | Stream:
+        """The data set of a DataLoader, with its collate_fn and num_workers. Raises UsageError for what would change the samples
+        without a trace."""
+        what, batches = f"{self._what} returned a DataLoader", loader.batch_sampler
+        if batches is None:
             raise UsageError(
-                f"{what} returned {type(source).__name__}, which can be read once only; expected an object whose __iter__ begins "
-                "anew, such as a torch.utils.data.IterableDataset"
+                f"{what} with batch_size=None, whose data set makes batches itself; expected samples, of which hpctrain makes "
+                "batches"
             )
-        if self._weigh is not None:
-            why = "which weights can't draw from; leave them out, or return samples by index (__len__ and __getitem__)"
-            raise UsageError(f"[dataset] weights: {self.reference!r} returned {type(source).__name__}, a stream, {why}")
+        if type(batches) is not BatchSampler:
+            raise UsageError(
+                f"{what} with a batch_sampler of its own ({type(batches).__name__}), which can't be used: batches are dealt out to "
+                "ranks by [batch]; leave it out, or return the data set"
+            )
+        if loader.worker_init_fn is not None:
+            raise UsageError(
+                f"{what} with a worker_init_fn, which can't be used; leave it out: samples draw by the job's seed, and files can "
+                "be opened where the first sample is read"
+            )
+        own, order = None, ""
+        if not isinstance(loader.dataset, IterableDataset):
+            _refuse_sampler(what, batches.sampler, len(loader.dataset))  # type: ignore[arg-type]
+            order = f" and {type(batches.sampler).__name__}"
+        if loader.collate_fn is not default_collate:
+            own = UserCollation(f"{self._what}: the DataLoader's collate_fn", loader.collate_fn)
+        unused = [
+            f"{key} = {getattr(loader, key)}" + " (see [batch] drop_last)" * (key == "drop_last")
+            for key, default in _UNUSED.items()
+            if getattr(loader, key) != default
+        ]
+        opened = self._opened(loader.dataset, self._collation or own)
+        opened.workers = loader.num_workers
+        opened.remark = (
+            f"of the DataLoader are used the data set{', collate_fn' if own else ''} and num_workers = {loader.num_workers}; "
+            f"its batch_size = {batches.batch_size}{order} are not, since [batch] and [job] seed decide"
+            + (f"; nor are {', '.join(unused)}" if unused else "")
+        )
+        return opened
+
+
+def _refuse_sampler(what: str, sampler: Any, samples: int) -> None:
+    """UsageError for a sampler that takes other samples than each one once."""
+    if isinstance(sampler, WeightedRandomSampler):
+        raise UsageError(
+            f"{what} with a WeightedRandomSampler; give its weights as [dataset] weights or as the data set's sample_weights, "
+            "which are the same on any number of ranks"
+        )
+    known = isinstance(sampler, (SequentialSampler, DistributedSampler))
+    if isinstance(sampler, RandomSampler):
+        known = not sampler.replacement and sampler.num_samples == samples
+    if not known:
+        raise UsageError(
+            f"{what} with the sampler {type(sampler).__name__}, which can't be used: hpctrain takes each sample once in an epoch; "
+            "use torch.utils.data.Subset for some of them, or [dataset] weights"
+        )

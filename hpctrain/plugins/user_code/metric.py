@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric, as_number
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 
 

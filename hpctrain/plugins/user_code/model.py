@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -12,10 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.torch_private import children_of
 from hpctrain.contracts.model import Batch, PipelineModel
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
-from hpctrain.plugins.user_code.structure import Structure, present, structure_of
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Names of modules. `before` and `after` are empty if the module doesn't show how values pass between its parts."""
+
+    blocks: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 class UserModel(PipelineModel):
@@ -51,7 +62,7 @@ class UserModel(PipelineModel):
             raise UsageError(
                 f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
             )
-        self._structures[module] = structure_of(module)
+        self._structures[module] = _structure_of(module)
         for inner in module.modules():  # a decoder may have its own configuration
             config: Any = getattr(inner, "config", None)
             if getattr(config, "use_cache", None) is True:
@@ -64,11 +75,11 @@ class UserModel(PipelineModel):
         return self._structures.get(module, Structure())
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
-        return present(module, self._structure(module).blocks)
+        return _present(module, self._structure(module).blocks)
 
     def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         structure = self._structure(module)
-        return present(module, structure.before), present(module, structure.after)
+        return _present(module, structure.before), _present(module, structure.after)
 
     def embed(self, module: nn.Module, batch: Batch) -> Tensor:
         positional, named = self._inputs(batch)
@@ -150,6 +161,43 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
     except ValueError:
         pass  # a builtin without a signature: the call itself will fail
     return loss
+
+
+def _structure_of(module: nn.Module) -> Structure:
+    """Find the blocks: consecutive modules of one class in an nn.ModuleList or nn.Sequential that have submodules.
+
+    A list inside a block is part of that block. In an nn.Sequential the modules before and after the blocks are known.
+    """
+    blocks = tuple(_blocks(module, ""))
+    if not blocks or type(module).forward is not nn.Sequential.forward:
+        return Structure(blocks)
+    # not named_children, which lists a module in several places only once, although it runs in each
+    names = tuple(children_of(module))
+    if blocks[0] not in names:
+        return Structure(blocks)
+    first = names.index(blocks[0])
+    end = first + len(blocks)
+    return Structure(blocks, names[:first], names[end:]) if names[first:end] == blocks else Structure(blocks)
+
+
+def _present(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules of these names that are on this rank; under a pipeline, others are None here."""
+    paths = (name.rpartition(".") for name in names)
+    modules = (getattr(module.get_submodule(parent), last) for parent, _, last in paths)
+    return [module for module in modules if module is not None]
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for kind, group in groupby(module.named_children(), key=lambda entry: type(entry[1])):
+        run = list(group)
+        # the trainer acts on a block when it is called, so a module without a forward is no block
+        calls = kind.forward is not nn.Module.forward
+        if is_list and len(run) > 1 and calls and all(any(True for _ in one.children()) for _, one in run):
+            yield from (prefix + name for name, _ in run)
+        else:
+            for name, one in run:
+                yield from _blocks(one, f"{prefix}{name}.")
 
 
 CALLS = {UserModel.forward.__code__: "forward", UserModel.loss.__code__: "loss"}

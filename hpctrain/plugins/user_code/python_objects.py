@@ -13,7 +13,8 @@ import numpy as np
 from torch import nn
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.raw import Key, dotted
+from hpctrain.job.raw import dotted
+from hpctrain.job.toml import Key
 from hpctrain.plugins.slots import TABLES, table_class
 from hpctrain.plugins.user_code.reference import GIVEN, OBJECTS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.base.errors import UsageError
 from hpctrain.plugins.discovery import import_from_here
-from hpctrain.plugins.entry_points import RAISED, Interrupted
+from hpctrain.plugins.entry_points import RAISED
 
 OBJECTS = "python"
 """The module's name in a reference to an object that a Python program gave to `hpctrain.run`."""
@@ -36,8 +36,6 @@ def resolve(reference: str) -> Callable[..., Any]:
         return GIVEN[path]  # type: ignore[no-any-return]
     try:
         found: Any = import_from_here(module_name)
-    except Interrupted:
-        raise
     except RAISED as error:  # the user's module may raise anything at import
         raise UsageError(f"{reference}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     for part in path.split("."):

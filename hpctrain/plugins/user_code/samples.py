@@ -1,12 +1,15 @@
-"""Any map-style data set: an object with __len__ and __getitem__; its weights, and the function that makes a batch of samples."""
+"""Any data set of the user's: map-style (`__len__` and `__getitem__`) or iterable (`__iter__`); and the function that makes a batch
+of samples."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,41 +18,15 @@ from torch import Tensor
 
 from hpctrain.base.draws import Draws
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.contracts.dataset import Collate, Lengths, Samples, Weights
-from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream, Weights
+from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
 
-_PROBES = 16
+_PROBED_SAMPLES = 16
 """About how many samples go into the fingerprint of a dataset without its own fingerprint()."""
-
-
-@dataclass(frozen=True)
-class Weighing:
-    """Calls function(dataset) with the object that the dataset's callable returned."""
-
-    what: str
-    function: Callable[[Any], Any]
-
-    @classmethod
-    def from_reference(cls, reference: str) -> Weighing:
-        """Raises UsageError for what cannot be called with a data set."""
-        what = f"[dataset] weights = {reference!r}"
-        return cls(what, resolve_for(what, reference, "the data set"))
-
-    def __call__(self, source: Any) -> Weights:
-        with users_code(self.what):
-            found = self.function(source)
-        return as_weights(self.what, found)
-
-
-def as_weights(what: str, found: Any) -> Weights:
-    """Numbers as an array; UsageError that begins with `what` for anything else."""
-    try:
-        if isinstance(found, (np.ndarray, Tensor, list, tuple)):  # numpy would read through a data set, too
-            return np.asarray(found, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    raise UsageError(f"{what}: found {type(found).__name__}, expected numbers, one for each sample")
+_PROBED_ITEMS = 4
+"""Items in the fingerprint of a stream without its own fingerprint()."""
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -87,19 +64,51 @@ class UserCollation:
         return batch
 
 
-def collation_of(reference: str, source: Any) -> UserCollation | None:
-    """The `collate_fn` of a data set, if it has one."""
-    own = getattr(source, "collate_fn", None)
-    return None if own is None else UserCollation(f"[dataset] name = {reference!r}: its collate_fn", own)
-
-
-class UserSamples(Samples):
-    """`set_epoch(epoch)`, `lengths()`, `sample_weights`, `collate_fn` and `fingerprint()` are used if they are there."""
+class _UserSource(Source):
+    """What samples and streams of the user's have in common: `set_epoch(epoch)` and `collate_fn` are used if they are there."""
 
     draws: ClassVar[bool] = True
 
-    def __init__(self, reference: str, source: Any, collation: UserCollation | None, weigh: Weighing | None) -> None:
-        self._reference, self._source, self._collation, self._weigh = reference, source, collation, weigh
+    def __init__(self, reference: str, source: Any, collation: UserCollation | None) -> None:
+        self._reference, self._source, self._collation = reference, source, collation
+        self._what = f"[dataset] name = {reference!r}"
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._source, "set_epoch"):
+            with self._calling(f"set_epoch({epoch})"):
+                self._source.set_epoch(epoch)
+
+    def collation(self) -> Collate | None:
+        own = getattr(self._source, "collate_fn", None)
+        return self._collation or (None if own is None else UserCollation(f"{self._what}: its collate_fn", own))
+
+    def _own_fingerprint(self) -> str:
+        with self._calling("fingerprint()"):
+            return str(self._source.fingerprint())
+
+    def _saved(self, sample: Any, index: int) -> bytes:
+        """A sample as bytes, for a fingerprint."""
+        buffer = io.BytesIO()
+        with users_code(f"{self._what}: pickling sample {index}, for lack of a fingerprint(),"):
+            torch.save(sample, buffer)
+        return buffer.getvalue()
+
+    def _calling(self, method: str) -> AbstractContextManager[None]:
+        return users_code(f"{self._what}: {method}")
+
+
+class UserSamples(_UserSource, Samples):
+    """`lengths()`, `sample_weights` and `fingerprint()` are used, too."""
+
+    def __init__(
+        self,
+        reference: str,
+        source: Any,
+        collation: UserCollation | None,
+        weigh: Callable[[Any], Weights] | None,
+    ) -> None:
+        super().__init__(reference, source, collation)
+        self._weigh = weigh
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weigh": None}  # a worker asks for samples only
@@ -127,15 +136,9 @@ class UserSamples(Samples):
                 raise
         if len(items) != len(indices):
             raise TrainingError(
-                f"[dataset] name = {self._reference!r}: __getitems__() returned {len(items)} items, expected one for each of "
-                f"{len(indices)} indices"
+                f"{self._what}: __getitems__() returned {len(items)} items, expected one for each of {len(indices)} indices"
             )
         return items
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._source, "set_epoch"):
-            with self._calling(f"set_epoch({epoch})"):
-                self._source.set_epoch(epoch)
 
     def lengths(self) -> Lengths | None:
         """The dataset's own `lengths()` if it has one, else None."""
@@ -152,11 +155,8 @@ class UserSamples(Samples):
         if own is None:
             return None
         with self._calling("sample_weights"):
-            found = own() if callable(own) else own
-        return as_weights(f"[dataset] name = {self._reference!r}: sample_weights", found)
-
-    def collation(self) -> Collate | None:
-        return self._collation or collation_of(self._reference, self._source)
+            weights = own() if callable(own) else own
+        return _as_weights(f"{self._what}: sample_weights", weights)
 
     def fingerprint(self) -> str:
         """The dataset's own `fingerprint()` if it has one, else a hash of its length and a few samples.
@@ -164,26 +164,135 @@ class UserSamples(Samples):
         A sample that is another one each time, although all draws are seeded, is left out.
         """
         if hasattr(self._source, "fingerprint"):
-            with self._calling("fingerprint()"):
-                return str(self._source.fingerprint())
+            return self._own_fingerprint()
         digest = hashlib.blake2b(f"{self._reference} {len(self)}".encode(), digest_size=16)
-        probed = range(0, len(self), max(1, len(self) // _PROBES))
+        probed = range(0, len(self), max(1, len(self) // _PROBED_SAMPLES))
         names = [("fingerprint", index) for index in probed for _ in range(2)]
-        texts = iter(Draws(0, self._source).of(names, self._saved))
-        for one, other in zip(texts, texts, strict=True):
-            digest.update(one if one == other else b"differs")
+        texts = iter(Draws(0, self._source).of(names, lambda _, index: self._saved(self[index], index)))
+        for first, second in zip(texts, texts, strict=True):
+            digest.update(first if first == second else b"differs")
         return digest.hexdigest()
 
-    def _saved(self, _: str, index: int) -> bytes:
-        return saved(f"[dataset] name = {self._reference!r}", self[index], index)
 
-    def _calling(self, method: str) -> AbstractContextManager[None]:
-        return users_code(f"[dataset] name = {self._reference!r}: {method}")
+def weigh_by(reference: str) -> Callable[[Any], Weights]:
+    """The weights of samples, from what the callable returns for the data set. Raises UsageError for what cannot be called so."""
+    what = f"[dataset] weights = {reference!r}"
+    function = resolve_for(what, reference, "the data set")
+
+    def weigh(source: Any) -> Weights:
+        with users_code(what):
+            weights = function(source)
+        return _as_weights(what, weights)
+
+    return weigh
 
 
-def saved(what: str, sample: Any, index: int) -> bytes:
-    """A sample as bytes, for a fingerprint."""
-    buffer = io.BytesIO()
-    with users_code(f"{what}: pickling sample {index}, for lack of a fingerprint(),"):
-        torch.save(sample, buffer)
-    return buffer.getvalue()
+def _as_weights(what: str, weights: Any) -> Weights:
+    """Numbers as an array; UsageError that begins with `what` for anything else."""
+    try:
+        if isinstance(weights, (np.ndarray, Tensor, list, tuple)):  # numpy would read through a data set, too
+            return np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise UsageError(f"{what}: found {type(weights).__name__}, expected numbers, one for each sample")
+
+
+class UserStream(_UserSource, Stream):
+    """`shard(num_shards, index)`, `state_dict()`, `load_state_dict(state)` and `fingerprint()` are called, too."""
+
+    def __init__(self, reference: str, source: Iterable[Any], collation: UserCollation | None) -> None:
+        super().__init__(reference, source, collation)
+        self._epoch = 0
+        self._is_left = False
+        """Whether the newest iteration was left early. Then an object with a state would go on there: it gets the first one."""
+        self._fresh = copy.deepcopy(self.state())
+
+    def _renew(self) -> None:
+        if self._is_left and self._fresh is not None:
+            self.load_state(copy.deepcopy(self._fresh))
+            self.set_epoch(self._epoch)
+        self._is_left = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._renew()
+        self._is_left = True
+        with self._calling("__iter__()"):
+            iterator, number = iter(self._source), 0
+        while True:
+            with self._calling(f"item {number} of its iterator"):
+                item = next(iterator, _END)
+            if item is _END:
+                self._is_left = False
+                return
+            yield item
+            number += 1
+
+    def length(self) -> int | None:
+        try:
+            return len(self._source)
+        except (TypeError, NotImplementedError):  # none, or one that only some kinds of the class have
+            return None
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        super().set_epoch(epoch)
+
+    @property
+    def shards(self) -> bool:
+        return callable(getattr(self._source, "shard", None))
+
+    def shard(self, count: int, index: int) -> Stream:
+        self._renew()
+        with self._calling(f"shard(num_shards={count}, index={index})"):
+            part = self._source.shard(num_shards=count, index=index)
+        return UserStream(self._reference, part, self._collation)
+
+    def state(self) -> Any:
+        if not (hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")):
+            return None
+        with self._calling("state_dict()"):
+            return self._source.state_dict()
+
+    def load_state(self, state: Any) -> None:
+        with self._calling("load_state_dict(...)"):
+            self._source.load_state_dict(state)
+        self._is_left = False
+
+    def fingerprint(self) -> str:
+        """The data set's own `fingerprint()` if it has one, else a hash of its length and its first items."""
+        has_own, has_state = hasattr(self._source, "fingerprint"), self._fresh is not None
+        if has_own and not has_state:
+            return self._own_fingerprint()
+        first, second = self._first(), self._first(resumes=has_state)
+        if first != second and has_state and first == self._first():
+            raise UsageError(
+                f"{self._what}: after load_state_dict(state_dict()) its iterator goes on with other items, as it would after a "
+                "resume; expected those that follow: count an item before its `yield`, not behind it"
+            )
+        if has_own:
+            return self._own_fingerprint()
+        if first != second:
+            raise UsageError(
+                f"{self._what}: it gives other items each time, although the draws of Python, NumPy and torch are seeded; seed its "
+                "own generators (set_epoch is called with the epoch), or give it a method fingerprint()"
+            )
+        text = f"{self._reference} stream {self.length()} {first}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _first(self, resumes: bool = False) -> list[str]:
+        """Digests of the first items. resumes: whether the second half is read as after a resume."""
+        draws, digests, state = Draws(0, self._source), list[str](), None
+        with draws.held():
+            for half in range(2):
+                if resumes or half == 0:
+                    draws.seeded(("epoch", 0), partial(self.set_epoch, 0))
+                    if half:
+                        self.load_state(state)
+                    items = iter(self)
+                for number in range(half * _PROBED_ITEMS // 2, (half + 1) * _PROBED_ITEMS // 2):
+                    item = draws.seeded(("fingerprint", number), partial(next, items, _END))
+                    if item is _END:
+                        return digests
+                    digests.append(hashlib.blake2b(self._saved(item, number)).hexdigest())
+                state = copy.deepcopy(self.state()) if resumes else None
+        return digests

@@ -23,6 +23,8 @@ from typing import Any
 from hpctrain.base.errors import UsageError, escaped, reason
 from hpctrain.base.safe_files import SMALL_BYTES, read_bytes, replacing
 
+__all__ = ["Asked", "ask", "asked", "silence"]
+
 LOG = logging.getLogger("hpctrain")
 
 _QUESTION = re.compile(r"([a-z]+)\.([0-9a-f]{16})\.question")

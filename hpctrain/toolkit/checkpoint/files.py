@@ -42,8 +42,6 @@ def read_file(path: Path, most: int = TABLE_BYTES) -> bytes:
             return read_all(fd, path, most)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
-        except MemoryError as error:
-            raise CheckpointError(f"its {os.fstat(fd).st_size} bytes don't fit into memory") from error
 
 
 def read_at(fd: int, nbytes: int, at: int) -> Tensor:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from hpctrain.api import CheckpointError
 
 Dims = tuple[int, ...]
 
 MOST_DIMS_CUT = 8
 """The most dims along which a tensor may be cut: a check takes time in proportion to 2 to this power."""
-MOST_CORNERS = 2**22
-"""The most corners of a tensor's parts, along the dims in which it is cut; they take less than a gigabyte."""
-MOST_COMPARED = 1000
-"""The most rectangles among which an overlapping pair is looked for: the search compares them with one another."""
 
 
 class Rectangle(NamedTuple):
@@ -47,23 +41,8 @@ class Rectangle(NamedTuple):
         return tuple(offset + length for offset, length in zip(self.offsets, self.shape, strict=True))
 
 
-class Work:
-    """Bounds the work of all checks of a table by the length of the table: its author had to write that much."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = 2**20 + nbytes // 4
-
-    def spend(self, corners: int) -> None:
-        """CheckpointError when it is used up: 4 bytes for each corner, and parts that are cut along 2 dims have 20."""
-        self._left -= corners
-        if self._left < 0:
-            raise CheckpointError("its parts, cut along so many dims, would take too long to check: it is crafted")
-
-
-def tiling_fault(
-    shape: Dims, rectangles: Sequence[Rectangle], spend: Callable[[int], None] = lambda corners: None
-) -> str | None:
-    """Why `rectangles` don't cover a tensor of `shape` exactly once, or None when they do; `spend` hears of the work."""
+def tiling_fault(shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:
+    """Why `rectangles` don't cover a tensor of `shape` exactly once, or None when they do."""
     for rectangle in rectangles:
         if len(rectangle.offsets) != len(shape) or len(rectangle.shape) != len(shape):
             return f"{_text(rectangle)} doesn't have the {len(shape)} dims of {list(shape)}"
@@ -74,15 +53,8 @@ def tiling_fault(
     cut = [dim for dim, whole in enumerate(shape) if any(rectangle.shape[dim] != whole for rectangle in filled)]
     if len(cut) > MOST_DIMS_CUT:
         return f"it is cut along {len(cut)} dims, expected at most {MOST_DIMS_CUT}"
-    corners = (len(filled) + 1) << len(cut)
-    if corners > MOST_CORNERS:
-        return f"it is cut into {len(filled)} parts along {len(cut)} dims, which have more than {MOST_CORNERS} corners"
-    spend(corners)
     if _cover_once(Rectangle((0,) * len(shape), shape), filled, cut):
         return None
-    clash = _first_overlap(filled) if len(filled) <= MOST_COMPARED else None
-    if clash is not None:
-        return f"{_text(clash[0])} and {_text(clash[1])} overlap"
     held, whole = sum(rectangle.volume for rectangle in filled), math.prod(shape)
     why = "there is a hole" if held < whole else "some overlap"
     return f"its parts hold {held} of the {whole} elements of {list(shape)}: {why}"
@@ -102,25 +74,6 @@ def _cover_once(whole: Rectangle, rectangles: Sequence[Rectangle], cut: Sequence
         for corner, sign in zip(itertools.product(*edges), signs, strict=True):
             corners[corner] += factor * sign
     return not any(corners.values())
-
-
-def _first_overlap(rectangles: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Sweep along the dim that is cut most, comparing only with the rectangles that reach past the sweep line."""
-    if len(rectangles) < 2:
-        return None
-    dims = range(len(rectangles[0].shape))
-    if not dims:
-        return rectangles[0], rectangles[1]
-    along = max(dims, key=lambda dim: len({rectangle.offsets[dim] for rectangle in rectangles}))
-    reaching: list[Rectangle] = []
-    for rectangle in sorted(rectangles, key=lambda one: one.offsets[along]):
-        begin = rectangle.offsets[along]
-        reaching = [one for one in reaching if one.offsets[along] + one.shape[along] > begin]
-        for other in reaching:
-            if rectangle.overlap(other):
-                return other, rectangle
-        reaching.append(rectangle)
-    return None
 
 
 def _text(rectangle: Rectangle) -> str:

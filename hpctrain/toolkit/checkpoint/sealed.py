@@ -36,13 +36,9 @@ def unseal(raw: bytes) -> Any:
     head = _HEAD.match(raw)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(raw)[head.end() :]) != head[1].decode():
         raise CheckpointError("its checksum doesn't fit its content: the file is damaged or cut off")
-    if raw.count(b"[") + raw.count(b"{") > 2**20 + len(raw) // 8 or raw.count(b",") > 2**20 + len(raw) // 4:
-        raise CheckpointError(
-            f"malformed content: far more lists, objects and numbers than {len(raw)} bytes of a table have"
-        )
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 

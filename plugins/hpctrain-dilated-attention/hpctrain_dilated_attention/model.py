@@ -31,7 +31,6 @@ from hpctrain_dilated_attention.attention import DilatedAttention
 from hpctrain_dilated_attention.network import Attention, Block, Network
 from hpctrain_dilated_attention.pattern import Pattern
 
-HPCTRAIN_API = 2
 _STD = 0.02
 _IGNORED = -100
 """The label of a position that has no loss, as in torch's cross_entropy."""

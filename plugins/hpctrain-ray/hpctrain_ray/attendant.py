@@ -17,16 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from hpctrain.base.launcher_variables import RankNumbers, started_variables
+from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in
+from hpctrain.starting.mpi_library import ask_library
+from hpctrain.starting.pmi import PmiRelay
 from hpctrain.toolkit.commands import EnvironmentUnfitError, python_module
-from hpctrain.toolkit.starting import (
-    ChannelDirectory,
-    Ending,
-    PmiRelay,
-    RankNumbers,
-    ask_library,
-    ending_in,
-    started_variables,
-)
 from hpctrain_ray.private_directories import make_private_directory
 from hpctrain_ray.seats import Node, own_node
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hpctrain.starting.channel_directory import Ending
 from hpctrain.toolkit.commands import EnvironmentUnfitError
-from hpctrain.toolkit.starting import Ending
 from hpctrain_ray.attendant import Attendant, RankStart, Report
 from hpctrain_ray.errors import first_line
 from hpctrain_ray.order import Order

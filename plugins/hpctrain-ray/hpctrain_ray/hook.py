@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hpctrain.api import Hook, Membership, Options, hookimpl
 
-HPCTRAIN_API = 2
 WAITING = "waits for a batch"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.api import HpctrainError, TrainingError
-from hpctrain.toolkit.starting import Ending
+from hpctrain.starting.channel_directory import Ending
 from hpctrain_ray.errors import error_of, first_line
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.placement import Placed

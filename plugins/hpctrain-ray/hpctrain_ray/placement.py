@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.starting.placement import Counts
 from hpctrain.toolkit.commands import EnvironmentUnfitError
-from hpctrain.toolkit.starting import Counts
 from hpctrain_ray.order import Bundle, Order, first_of, listed
 
 _TRIAL = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from hpctrain.toolkit.starting import PmiBoard
+from hpctrain.starting.pmi import PmiBoard
 
 
 class PmiActor:

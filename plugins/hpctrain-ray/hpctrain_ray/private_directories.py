@@ -6,8 +6,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from hpctrain.starting.channel_directory import Ending, ending_in, sweep
 from hpctrain.toolkit.commands import own_directory, replacing, temporary_place
-from hpctrain.toolkit.starting import Ending, ending_in, sweep
 
 _PREFIX = "hpctrain-ray-"
 _ASKED_ABOUT = 600.0

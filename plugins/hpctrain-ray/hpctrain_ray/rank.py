@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.api import TrainingError
-from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+from hpctrain.base.launcher_variables import RankNumbers, started_variables
+from hpctrain.starting.channel_directory import ChannelDirectory
 from hpctrain_ray.hook import tell_waiting
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.private_directories import make_private_directory

@@ -15,8 +15,8 @@ from typing import Any
 import tomli_w
 
 from hpctrain.api import Job, UsageError
+from hpctrain.job.reading import read_job
 from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, read_bytes, scratch_directory
-from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
 from hpctrain_ray.options import RayOptions, read_options

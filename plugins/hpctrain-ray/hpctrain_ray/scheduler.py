@@ -13,7 +13,6 @@ from hpctrain_ray.ids import JobId, read_end
 from hpctrain_ray.options import RayOptions
 from hpctrain_ray.order import Order
 
-HPCTRAIN_API = 2
 _WORDS = {EXIT_DONE: "done", EXIT_CANCELLED: "cancelled"}
 
 

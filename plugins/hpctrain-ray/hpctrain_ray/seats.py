@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.base.launcher_variables import RankNumbers
 from hpctrain.toolkit.commands import EnvironmentUnfitError
-from hpctrain.toolkit.starting import RankNumbers
 from hpctrain_ray.errors import first_line
 from hpctrain_ray.order import Bundle
 from hpctrain_ray.placement import Placed

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from hpctrain.starting.placement import Counts, ask_counts
 from hpctrain.toolkit.commands import EXIT_STOPPED, EXIT_TRAINING, EXIT_USAGE
-from hpctrain.toolkit.starting import Counts, ask_counts
 from hpctrain_ray.group import Group, Tell
 from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed, has_room, place

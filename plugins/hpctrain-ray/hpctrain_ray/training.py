@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.api import HpctrainError, Job, TrainingError, UsageError
-from hpctrain.toolkit.jobs import read_job
+from hpctrain.job.reading import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.learner_group import LearnerGroup, LostRankError

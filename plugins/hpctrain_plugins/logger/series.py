@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.launcher_variables import job_id
+from hpctrain.base.launcher_variables import job_id
 from hpctrain_plugins.logger.rows import is_evaluation, is_number, resolved_job
 
 KIND = "kind"

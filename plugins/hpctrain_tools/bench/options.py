@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from hpctrain.base.launcher_variables import launched
 from hpctrain.toolkit.commands import scratch_directory, set_option
-from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench import start_measuring
 from hpctrain_tools.bench.tables import SCRATCH
 
@@ -46,7 +46,7 @@ def started(
     """Check the job, and run `hpctrain bench NAME` again on ranks of its own; the exit code. None on ranks of a launcher."""
     if launched():
         return None
-    from hpctrain.toolkit.jobs import read_job
+    from hpctrain.job.reading import read_job
     from hpctrain_tools.bench.running import refuse
 
     count = ranks or _DEFAULT

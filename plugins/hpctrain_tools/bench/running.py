@@ -9,8 +9,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from hpctrain.api import HpctrainError, UsageError
+from hpctrain.checking.check import check
+from hpctrain.job.raw import RawJob
+from hpctrain.job.reading import read_job
 from hpctrain.toolkit.commands import scratch_directory
-from hpctrain.toolkit.jobs import RawJob, check, read_job, run
+from hpctrain.training.rank import run
 from hpctrain_tools.bench.tables import SCRATCH, measured_tables
 from hpctrain_tools.bench.turns import Choose, Turns, TurnsHook
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.api import Batch, Job, LiveModel, Piece, UsageError, forked_random_state, is_accelerator
-from hpctrain.toolkit.jobs import Parts, build_optimizer, parameter_groups
+from hpctrain.job.parts import Parts
+from hpctrain.model.parameters import build_optimizer, parameter_groups
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
 

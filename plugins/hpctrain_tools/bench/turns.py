@@ -25,7 +25,9 @@ from hpctrain.api import (
     gather_values,
     hookimpl,
 )
-from hpctrain.toolkit.jobs import Parts, RawJob, check
+from hpctrain.checking.check import check
+from hpctrain.job.parts import Parts
+from hpctrain.job.raw import RawJob
 from hpctrain_tools.bench.tables import HOOK
 from hpctrain_tools.bench.task import Step, Task
 from hpctrain_tools.bench.trainers import Trainer

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from hpctrain.base.launcher_variables import launched
 from hpctrain.toolkit.commands import UsageError, closed_directory, example, hookimpl
-from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench import start_measuring, tell_measured
 
 
@@ -33,7 +33,7 @@ def command(ranks: int, size: str, name: str, directory: Path, rounds: int, as_j
 
     Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """
-    from hpctrain.toolkit.jobs import build_registry
+    from hpctrain.plugins.registry import build_registry
 
     try:
         nbytes = TypeAdapter(ByteSize).validate_python(size)

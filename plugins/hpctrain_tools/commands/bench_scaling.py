@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.launcher_variables import launched
 from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, example, hookimpl, reason, say
-from hpctrain.toolkit.starting import launched
 from hpctrain_tools.bench.options import job_arguments, words_of
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -43,7 +43,9 @@ def command(
             "bench scaling starts ranks of several numbers itself; expected no launcher: use bench step under each"
         )
     _refuse_picture(plot)
-    from hpctrain.toolkit.jobs import RawJob, check, read_job
+    from hpctrain.checking.check import check
+    from hpctrain.job.raw import RawJob
+    from hpctrain.job.reading import read_job
     from hpctrain_tools.bench.running import refuse
     from hpctrain_tools.bench.tables import with_batch
 

@@ -79,8 +79,8 @@ def command(
     A step runs with the job's own plugins on tensors that have shapes and no values. Exit code 1 if the memory of a device is
     known and too small, or if nothing fits.
     """
-    from hpctrain.job.machines import open_machine
     from hpctrain.job.reading import read_job
+    from hpctrain_tools.plan.machines import open_machine
     from hpctrain_tools.plan.plan import Hardware, make_plan
 
     hardware = Hardware.of(ranks or 1, per_node, memory, None if machine is None else open_machine(machine))

@@ -10,21 +10,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
-from hpctrain.ranks.failure import ignore_terminate, leave, limited
-from hpctrain.ranks.meeting import World, meet, start_communication, take_device
+from hpctrain.ranks.failure import ignore_terminate, limited, met
+from hpctrain.ranks.meeting import World, start_communication, take_device
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain_tools.doctor import communication, directory, launch, node
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
+from hpctrain_tools.doctor.variables import settings
 
 _MEETING = timedelta(seconds=120)
 """Shorter than a job's: nobody waits for data or a queue here."""
@@ -42,22 +39,13 @@ def examine(identity: Identity, channel: RankChannel, path: Path, ranks: int | N
     meet. Between ranks, an error of one ends all.
     """
     variables = settings(os.environ)  # before the meeting, which sets some
-    with limited("the meeting of the ranks", 2 * _MEETING.total_seconds(), channel, identity):
-        world = meet(identity, channel, _MEETING)
-    try:
+    with ExitStack() as stack:
+        with limited("the meeting of the ranks", 2 * _MEETING.total_seconds(), channel, identity):
+            world = stack.enter_context(met(identity, channel, _MEETING))
         world.share("doctor/ranks", lambda: _expect(ranks, identity))
         code = _Examination(world, show, variables).run(path)
         channel.report_exit(code)
-        return code
-    except BaseException as error:
-        if identity.size == 1:
-            raise
-        leave(world, error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        allow_objects()
-        world.close()
+    return code
 
 
 def _expect(ranks: int | None, identity: Identity) -> None:

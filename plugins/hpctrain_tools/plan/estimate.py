@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.job.machines import Machine
+from hpctrain_tools.plan.machines import figure_sources
 from hpctrain_tools.plan.rank_plan import RING, Exchange, RankPlan
 
 _HIDDEN_BEHIND = 2 / 3
@@ -44,7 +45,7 @@ def step_time(plans: Sequence[RankPlan], machine: Machine, data_axes: Sequence[s
         return _step_time(plans, figures, data_axes, tf32, behind)
 
     least, most = of(_off(machine, 1.0), 1.0).seconds, of(_off(machine, -1.0), _LEAST_HIDDEN).seconds
-    return replace(of(machine, _HIDDEN_BEHIND), least=least, most=most, sources=tuple(machine.sources()))
+    return replace(of(machine, _HIDDEN_BEHIND), least=least, most=most, sources=tuple(figure_sources(machine)))
 
 
 def _off(machine: Machine, sign: float) -> Machine:

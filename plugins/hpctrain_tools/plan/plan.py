@@ -12,13 +12,14 @@ from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
-from hpctrain.job.machines import Machine, open_machine
+from hpctrain.job.machines import Machine
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import layout_of
 from hpctrain_tools.plan.estimate import step_time
 from hpctrain_tools.plan.fresh import plan_ranks_apart
 from hpctrain_tools.plan.job_plan import JobPlan
+from hpctrain_tools.plan.machines import open_machine
 from hpctrain_tools.plan.processes import plan_ranks
 from hpctrain_tools.plan.rank_plan import RankPlan
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.ranks.watchdog.queries import Asked, ask, asked, silence
 from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, escaped, say
-from hpctrain.toolkit.requests import Asked, ask, asked, silence
 from hpctrain_tools.profile.layout import REQUEST
 
 _WHERE = 15.0

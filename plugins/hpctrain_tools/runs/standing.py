@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.base.errors import reason
-from hpctrain.job.output_lock import Holder, holder_of
+from hpctrain_tools.runs.holder import Holder, holder_of
 from hpctrain_tools.runs.log_tail import last_word
 from hpctrain_tools.runs.rows import Step
 from hpctrain_tools.runs.run_directory import JobSeen, RunDirectory

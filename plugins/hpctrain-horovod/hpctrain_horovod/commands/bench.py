@@ -7,8 +7,8 @@ import sys
 import click
 from hpctrain_tools.bench import start_measuring, tell_measured
 
+from hpctrain.base.launcher_variables import launched
 from hpctrain.toolkit.commands import example, hookimpl
-from hpctrain.toolkit.starting import launched
 
 
 @click.command("horovod", epilog=example("hpctrain bench horovod -n 2"))

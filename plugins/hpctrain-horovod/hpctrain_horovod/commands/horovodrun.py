@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
+from hpctrain.starting.mpi_library import ask_library
 from hpctrain.toolkit.commands import UsageError, example, hookimpl, say
-from hpctrain.toolkit.starting import ask_library
 from hpctrain_horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
 from hpctrain_horovod.alias import hand_down
 from hpctrain_horovod.engine.variables import SWITCHES, VALUES

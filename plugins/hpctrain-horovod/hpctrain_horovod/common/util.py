@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
-from hpctrain.toolkit.groups import nccl_version
+from hpctrain.base.devices import nccl_version
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.toolkit.groups import Done, SideStream
+from hpctrain.base.side_stream import Done, SideStream
 from hpctrain_horovod.engine.submission import Submission
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.toolkit.groups import foreach_copy_
+from hpctrain.base.torch_private import foreach_copy_
 from hpctrain_horovod.engine import request as kinds
 from hpctrain_horovod.engine.arithmetic import adasum, scale
 from hpctrain_horovod.engine.lane import Lane

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hpctrain.toolkit.groups import accelerator_group, create_gloo_group
-from hpctrain.toolkit.store import GuardedStore, bind_communication, open_store
+from hpctrain.base.store.client import GuardedStore, open_store
+from hpctrain.base.store.gloo import create_group as create_gloo_group
+from hpctrain.base.store.network import bind_communication
+from hpctrain.base.torch_groups import accelerator_group
 from hpctrain_horovod.engine.errors import HorovodInternalError
 from hpctrain_horovod.engine.lane import GlooLane, Lane
 from hpctrain_horovod.engine.links import Links

@@ -17,7 +17,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import Work
 
-from hpctrain.toolkit.groups import AllgatherOptions
+from hpctrain.base.torch_groups import AllgatherOptions
 
 _OPERATIONS: dict[str, Any] = {
     "Sum": ReduceOp.SUM,

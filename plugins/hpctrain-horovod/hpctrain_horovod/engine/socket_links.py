@@ -17,7 +17,8 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.toolkit.store import DIGEST_BYTES, ProtocolError, digest, listeners, verify
+from hpctrain.base.store.messages import DIGEST_BYTES, ProtocolError, digest, verify
+from hpctrain.base.store.network import listeners
 from hpctrain_horovod.engine.links import END, children_of, encode, parent_of
 
 _NONCE_BYTES = 32

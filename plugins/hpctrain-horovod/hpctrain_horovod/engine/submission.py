@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.toolkit.groups import Done
+from hpctrain.base.side_stream import Done
 from hpctrain_horovod.engine.request import Key, Request
 
 _AT_ONCE = Done()

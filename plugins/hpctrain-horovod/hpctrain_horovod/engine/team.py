@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from hpctrain.base.side_stream import Done
 from hpctrain.mpi import Patience, wait_until
-from hpctrain.toolkit.groups import Done
 from hpctrain_horovod.engine import request as kinds
 from hpctrain_horovod.engine.beside import Beside
 from hpctrain_horovod.engine.errors import HorovodInternalError

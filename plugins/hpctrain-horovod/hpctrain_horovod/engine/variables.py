@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.toolkit.launcher_variables import set_variables
+from hpctrain.base.launcher_variables import set_variables
 
 if TYPE_CHECKING:
     from hpctrain_horovod.engine.world import World  # imports torch, which the program before each worker does without

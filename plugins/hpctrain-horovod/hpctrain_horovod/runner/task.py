@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.launcher_variables import set_variables
+from hpctrain.base.launcher_variables import set_variables
 from hpctrain_horovod.engine import runtime
 from hpctrain_horovod.runner import FUNCTION, RESULT
 

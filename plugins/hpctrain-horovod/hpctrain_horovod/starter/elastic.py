@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.starting.hosts import Hosts
 from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError
-from hpctrain.toolkit.starting import Hosts
 from hpctrain_horovod.starter.supervised import how
 from hpctrain_horovod.starter.worker_store import WorkerStore
 from hpctrain_horovod.starter.workers import Worker, places, start_worker, with_slots

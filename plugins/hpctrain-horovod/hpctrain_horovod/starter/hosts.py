@@ -6,8 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from hpctrain.starting.hosts import Hosts, read_hostfile
 from hpctrain.toolkit.commands import UsageError
-from hpctrain.toolkit.starting import Hosts, read_hostfile
 
 _PATIENCE = 10.0  # seconds for a host discovery script
 

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.starting.hosts import Hosts
+from hpctrain.starting.mpi_library import ask_library
+from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain.starting.processes import Launched, over_pmi
 from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, scratch_directory
-from hpctrain.toolkit.starting import Hosts, Launched, UnderMpiexec, ask_library, find_mpiexec, over_pmi
 from hpctrain_horovod.starter import supervised
 from hpctrain_horovod.starter.hosts import discovered
 

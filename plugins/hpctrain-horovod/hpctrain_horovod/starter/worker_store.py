@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from hpctrain.toolkit.store import SECRET_BYTES, StoreServer, listeners, open_store, reachable_addresses
+from hpctrain.base.store.client import open_store
+from hpctrain.base.store.messages import SECRET_BYTES
+from hpctrain.base.store.network import listeners, reachable_addresses
+from hpctrain.base.store.server import StoreServer
 from hpctrain_horovod.starter.workers import Worker
 
 _LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.starting import HERE, Hosts
+from hpctrain.starting.hosts import HERE, Hosts
 
 STARTER, WORKER = "HPCTRAIN_HOROVOD_STARTER", "HPCTRAIN_HOROVOD_WORKER"
 _SSH_FAILED = 255

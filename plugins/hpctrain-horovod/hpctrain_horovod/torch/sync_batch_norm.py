@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.toolkit.batch_norm import SynchronizedBatchNorm
+from hpctrain.base.batch_norm import SynchronizedBatchNorm
 from hpctrain_horovod.torch.mpi_ops import Sum, allgather, allreduce, is_initialized, size
 
 _numbers = itertools.count()

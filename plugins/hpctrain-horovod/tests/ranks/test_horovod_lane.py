@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hpctrain_horovod.engine.lane import Lane
 
-from hpctrain.toolkit.groups import accelerator_group
+from hpctrain.base.torch_groups import accelerator_group
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.shown_on(3)]
 

@@ -19,7 +19,7 @@ from hpctrain_horovod.engine.submission import Submission
 from hpctrain_horovod.engine.team import Team
 from hpctrain_horovod.engine.timeline import Timeline
 
-from hpctrain.toolkit.groups import Done
+from hpctrain.base.side_stream import Done
 
 REQUEST = Request(ALLREDUCE, "gradient", "float32", (3,), "Sum", device="stand-in")
 

@@ -26,7 +26,8 @@ from hpctrain_ray.running import order_of
 from hpctrain_ray.seats import Node, numbers_by_node
 
 from hpctrain.api import EnvironmentUnfitError, TrainingError, UsageError
-from hpctrain.toolkit.starting import ChannelDirectory, Ending, RankNumbers, started_variables
+from hpctrain.base.launcher_variables import RankNumbers, started_variables
+from hpctrain.starting.channel_directory import ChannelDirectory, Ending
 
 
 def test_ranks_are_numbered_node_by_node() -> None:
@@ -126,7 +127,7 @@ def test_directories_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.
     """The directory of a rank that runs stays, and for a while that of one that was killed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     attended = (
-        "import os, sys; from pathlib import Path; from hpctrain.toolkit.starting import ChannelDirectory\n"
+        "import os, sys; from pathlib import Path; from hpctrain.starting.channel_directory import ChannelDirectory\n"
         "channel = ChannelDirectory(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     )
     for name, seconds in (("old", 4000), ("new", 100)):

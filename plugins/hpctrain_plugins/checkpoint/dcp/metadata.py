@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from hpctrain.api import CheckpointError, shown, storage_record
 from hpctrain.toolkit.checkpoint.files import read_file
 from hpctrain.toolkit.checkpoint.fitting import check_printable
-from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from .names import METADATA_FILE
@@ -148,20 +148,20 @@ def parse(raw: bytes) -> SavedContents:
     """Check all claims of a metadata file."""
     try:
         with collector_waits():
-            return _contents(_TableUnpickler(raw).load(), Work(len(raw)))
+            return _contents(_TableUnpickler(raw).load())
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise almost any error
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 
-def _contents(table: Any, work: Work) -> SavedContents:
+def _contents(table: Any) -> SavedContents:
     places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
     tensors, others = {}, {}
     for name, entry in table.state_dict_metadata.items():
         check_printable(name)
         if isinstance(entry, dcp.TensorStorageMetadata):
-            tensors[name] = _tensor(name, entry, places, work)
+            tensors[name] = _tensor(name, entry, places)
         elif (name, ()) in places:
             others[name] = _item(Rectangle((), ()), places[name, ()])
     contents = SavedContents(tensors, others)
@@ -179,15 +179,14 @@ def _check_apart(contents: SavedContents) -> None:
         ends[item.file] = item.at + item.length
 
 
-def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str, Dims], Any], work: Work) -> Tensor:
+def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str, Dims], Any]) -> Tensor:
     shape, dtype = _dims(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"tensor {name}: {shown(dtype)} is not a dtype")
-    work.spend(len(entry.chunks))  # many tensors may share one list
     parts = [Rectangle(_dims(chunk.offsets), _dims(chunk.sizes)) for chunk in entry.chunks]
     if math.prod(shape):  # DCP lists empty parts, too
         parts = [part for part in parts if part.volume]
-    fault = tiling_fault(shape, parts, work.spend)
+    fault = tiling_fault(shape, parts)
     if fault is not None:
         raise CheckpointError(f"tensor {name}: {fault}")
     missing = [part for part in parts if (name, part.offsets) not in places]

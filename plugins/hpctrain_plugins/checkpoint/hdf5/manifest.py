@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from hpctrain.api import CheckpointError, shown
 from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.fitting import check_printable
-from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
@@ -160,10 +160,10 @@ def dump(manifest: Manifest) -> bytes:
 def parse(raw: bytes) -> Manifest:
     """Check the bytes of manifest.json and all their claims. Raises CheckpointError for any fault."""
     with collector_waits():
-        return _parse(unseal(raw), Work(len(raw)))
+        return _parse(unseal(raw))
 
 
-def _parse(content: Any, work: Work) -> Manifest:
+def _parse(content: Any) -> Manifest:
     found = (content.get("format"), content.get("version"))
     if found != (FORMAT, VERSION):
         raise CheckpointError(
@@ -186,7 +186,7 @@ def _parse(content: Any, work: Work) -> Manifest:
             raise CheckpointError(f"tensor {name}: it has layout {number} of {len(raw['layouts'])}")
         try:
             if number not in layouts:
-                layouts[number] = _layout(raw["layouts"][number], len(shards), work)
+                layouts[number] = _layout(raw["layouts"][number], len(shards))
             tensors[name] = _entry(one["dtype"], layouts[number])
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
@@ -196,7 +196,7 @@ def _parse(content: Any, work: Work) -> Manifest:
     return Manifest(shards, tensors, raw["values"])
 
 
-def _layout(raw: RawLayout, shards: int, work: Work) -> ShardMap:
+def _layout(raw: RawLayout, shards: int) -> ShardMap:
     shape = tuple(raw["shape"])
     parts = tuple(
         ShardPart(one["shard"], Rectangle(tuple(one["offsets"]), tuple(one["shape"]))) for one in raw["parts"]
@@ -204,7 +204,7 @@ def _layout(raw: RawLayout, shards: int, work: Work) -> ShardMap:
     unknown = next((part.file for part in parts if part.file >= shards), None)
     if unknown is not None:
         raise CheckpointError(f"a part is in shard {unknown} of {shards}")
-    fault = tiling_fault(shape, [part.rectangle for part in parts], work.spend)
+    fault = tiling_fault(shape, [part.rectangle for part in parts])
     if fault is not None:
         raise CheckpointError(fault)
     return ShardMap(shape, parts)

@@ -1,4 +1,4 @@
-"""The fork server of ranks: its streams."""
+"""Ranks that are forked from their starter: its streams."""
 
 from __future__ import annotations
 
