@@ -95,7 +95,7 @@ class Bench:
         start.world, start.checked, start.device, start.hooks = self._world, checked, self.device, hooks
         session = assemble(start)
         steps = Steps(session, StopRequest())
-        steps.open()
+        steps.begin()
         return lambda: train_step(steps)[1].figures.loss
 
     def plain(self, compiled: bool) -> Callable[[], float]:

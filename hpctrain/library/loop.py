@@ -84,7 +84,6 @@ class Loop:
         self._start = start
         self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
-        self._names: set[str] = set()
         self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
         """The parameters that were set up, as long as they live, and their models."""
         self._models: dict[str, LaidOut] = {}
@@ -170,9 +169,8 @@ class Loop:
                 "setup: the loop's steps have begun already; expected every model to be set up before steps()"
             )
         name = name or FIRST
-        if name in self._names:
+        if name in self._models:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
-        self._names.add(name)
         self._refuse_known(name, model)
         refuse_tables(tables, optimizer)
         if model is not None:
@@ -247,7 +245,7 @@ class Loop:
             if held is not None and held.trained is not None:
                 raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
             is_own_name = held is not None and held.name == name
-            if self._steps is not None or name in self._kept or (name in self._names and not is_own_name):
+            if self._steps is not None or name in self._kept or (name in self._models and not is_own_name):
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )

@@ -107,7 +107,7 @@ class OwnSteps(Steps):
         session.hooks.position.move(BETWEEN)
         end_if_asked(session)
         try_packing(session)
-        self.open()
+        self.begin()
         while not session.progress.done and not self.stopped:
             for one in self._trained.values():
                 one.begin_step()

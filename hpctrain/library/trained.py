@@ -1,4 +1,4 @@
-"""One model of a program's loop: its gradients, from forwards over backwards to the optimizer's step."""
+"""A model of a program's loop: its gradients, from forwards over backwards to the optimizer's step."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.hooks import refuse_different_values, tensors_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of
-from hpctrain.training.metrics import gather_row
+from hpctrain.training.figures import RankFigures
+from hpctrain.training.metrics import Figure, gather_row
 from hpctrain.training.trained_model import TrainedModel
 
 _TAKEN = ("exit_code", "tokens", "samples")
@@ -77,12 +79,13 @@ def evaluate(
     if asking is not None and asking.level:
         model.named_losses.forget()
         return None
-    named = model.named_losses.figures()
-    rows = gather_row([loss_sum * model.loss_share, count * model.loss_share, *named], model.device)
-    total, terms = (sum(row[place] for row in rows) for place in (0, 1))
+    ranks = RankFigures[Figure](
+        loss=loss_sum * model.loss_share, terms=count * model.loss_share, named=model.named_losses.figures()
+    ).exchanged(partial(gather_row, device=model.device))
+    total, terms = sum(one.loss for one in ranks), sum(one.terms for one in ranks)
     if not terms:
         raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
-    means = model.named_losses.means([row[2:] for row in rows], terms)
+    means = model.named_losses.means([one.named for one in ranks], terms)
     found = {"loss": total / terms, **means}
     if running:
         mine = [

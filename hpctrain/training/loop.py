@@ -37,7 +37,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     try_packing(session)
     if progress.step and progress.evaluation is None:
         stops = evaluate_if_due(session, partial(urgent, stop))  # left out at a signal, to save first
-    steps.open()
+    steps.begin()
     try:
         end_if_asked(session)
         # One that came while the model was built. Others let a step be taken, so that a job with too little time gets on.

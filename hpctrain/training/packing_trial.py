@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.base.devices import to_device
 from hpctrain.base.errors import HpctrainError, TrainingError
-from hpctrain.contracts.dataset import Collate, Samples
-from hpctrain.contracts.model import PaddedModel
+from hpctrain.contracts.dataset import Samples
+from hpctrain.contracts.model import Batch, PaddedModel, map_tensors
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import Precision
-from hpctrain.data.batches import Batches
-from hpctrain.data.plan import Planned
-from hpctrain.data.pool import Pool
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.shapes import Packing, Padding, make_collation, ranks_of_a_sample
 from hpctrain.model.traceless import without_trace
 from hpctrain.ranks.json_collectives import sum_of
-from hpctrain.training.feed import make_loader
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.look import kept_weights
 from hpctrain.training.session import Session
@@ -40,31 +36,6 @@ _IN_8_BITS = 2e-2
 """Scales of 8 bits belong to a whole row."""
 
 
-class _Prepared(Samples):
-    """Samples that are in memory."""
-
-    def __init__(self, samples: Sequence[dict[str, Tensor]]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._samples[index]
-
-    def fingerprint(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A sample with `labels` labels, and two others of one shape that have none."""
-
-    own: dict[str, Tensor]
-    others: tuple[dict[str, Tensor], dict[str, Tensor]]
-    labels: int
-
-
 def try_packing(session: Session) -> None:
     """Compare the loss of a sample, forwarded as it is without packing, with its losses behind two others in a row. Collective.
 
@@ -73,28 +44,22 @@ def try_packing(session: Session) -> None:
     job, model = session.job, session.model
     if not job.batch.packing or session.progress.done or not isinstance(model.spec, PaddedModel):
         return
-    case = _case(session)
-    if case is None:
+    trial = _rows(session)
+    if trial is None:
         LOG.warning(
             "[batch] packing: it was not tried on this model: no sample with a label fits into a row with another one"
         )
         return
-    packing = make_collation(job, session.parts, _Prepared([case.own]))
-    assert isinstance(packing, Packing)
-    padding = Padding(packing.values, packing.multiple, packing.optional)
-    rows: list[tuple[Collate, list[dict[str, Tensor]]]] = [
-        (packing, [case.others[0], case.own]), (packing, [case.others[1], case.own]), (padding, [case.own]),
-    ]  # fmt: skip
-    doing = "in a trial of packed rows"
+    labels, *rows = trial
     with (
-        memory_explained(job, session.parts, session.identity, session.device, doing),
+        memory_explained(job, session.parts, session.identity, session.device, "in a trial of packed rows"),
         kept_weights(session),
         without_trace(model.module, session.device),
         torch.compiler.set_stance("force_eager"),  # the compiler would take the shapes of these rows for usual ones
     ):
-        beside, beside_another, alone = (_loss(session, *row) for row in rows)
+        beside, beside_another, alone = (_loss(session, row) for row in rows)
     model.named_losses.forget()
-    _judge(session, beside, beside_another, alone, float(case.labels))
+    _judge(session, beside, beside_another, alone, float(labels))
 
 
 def _judge(session: Session, beside: float, beside_another: float, alone: float, labels: float) -> None:
@@ -123,20 +88,21 @@ def _tolerances(precision: Precision, device: torch.device) -> tuple[float, floa
     return (_ALIKE, _CLOSE) if is_wide else (_ALIKE_IN_16_BITS, _CLOSE_IN_16_BITS)
 
 
-def _case(session: Session) -> _Case | None:
-    """Samples of the data, the shortest ones that are long enough; None where no two share a row, or none has a label."""
+def _rows(session: Session) -> tuple[int, Batch, Batch, Batch] | None:
+    """A sample's number of labels, and the sample behind two others of one shape, which have no label, and alone in a row. Of the
+    shortest ones that are long enough; None where no two share a row, or none has a label."""
     samples, lengths = session.feed.first_samples(_LOOKED_AT)
-    packing = make_collation(session.job, session.parts, samples)
+    packing, spec = make_collation(session.job, session.parts, samples), session.model.spec
     assert isinstance(packing, Packing)
     order = np.argsort(np.where(lengths < _LONG, lengths.max() + _LONG - lengths, lengths), kind="stable").tolist()
     for index in order:
         own = _read(samples, index)
-        labels = session.model.spec.count(packing([own]))
+        labels = spec.count(packing([own]))
         if not labels:
             continue
         other = _read(samples, next((one for one in order if one != index), index))
         batch = packing([other])
-        target = session.model.spec.target(batch)
+        target = spec.target(batch)
         label = next((name for name in packing.values if batch.get(name) is target), None)
         room = (session.job.batch.micro_tokens or 0) - int(lengths[index])
         if label is None or room < 1:
@@ -144,7 +110,8 @@ def _case(session: Session) -> _Case | None:
         first = {name: one[:room] for name, one in other.items()}
         first[label] = torch.full_like(first[label], int(packing.values[label]))
         second = {name: one if name == label else one.flip(0) for name, one in first.items()}
-        return _Case(own, (first, second), labels)
+        alone = Padding(packing.values, packing.multiple, packing.optional)
+        return labels, packing([first, own]), packing([second, own]), alone([own])
     return None
 
 
@@ -158,15 +125,10 @@ def _read(samples: Samples, index: int) -> dict[str, Tensor]:
     return sample
 
 
-def _loss(session: Session, collate: Collate, samples: list[dict[str, Tensor]]) -> float:
-    """The loss of samples in a micro batch, summed over the ranks that have parts of it."""
-    job, parts, model = session.job, session.parts, session.model
-    pool = Pool(Batches(_Prepared(samples), collate), 0, 1, job.dataset.start_method)
-    loader = make_loader(pool, iter([Planned(range(len(samples)), 0)]), model.split, job, parts, session.device)
-    try:
-        total, _ = model.runner.evaluate(loader, lambda outputs, batch: None)
-    finally:
-        loader.close()
-        pool.close()
+def _loss(session: Session, row: Batch) -> float:
+    """The loss of a micro batch, summed over the ranks that have parts of it."""
+    model = session.model
+    here = map_tensors(lambda one: to_device(one, session.device), model.split(row))
+    total, _ = model.runner.evaluate([MicroBatch(here, place=0)], lambda outputs, batch: None)
     dist.all_reduce(total, group=model.batch_group)
-    return float(total) * ranks_of_a_sample(job, parts) / model.batch_group.size()
+    return float(total) * ranks_of_a_sample(session.job, session.parts) / model.batch_group.size()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hpctrain.base.safe_files import reading
 from hpctrain.job.tables import KeepBestTable
 
 
@@ -84,14 +79,9 @@ class BestSoFar:
         if self._found is None or (value > self._found[0] if self.higher else value < self._found[0]):
             self._found = float(value), step
 
-    def resume(self, metrics: Path) -> None:
-        """Begin anew with the rows of a file metrics.jsonl; lines that are no rows are left out."""
+    def forget(self) -> None:
+        """Begin anew."""
         self._found = None
-        with suppress(OSError), reading(metrics) as fd:
-            for line in os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False):
-                if f'"evaluation_{self.metric}"' in line:
-                    with suppress(ValueError, AttributeError, RecursionError):
-                        self.see(json.loads(line))
 
     def words(self, with_step: bool = True) -> list[str]:
         """ "best 1.2345 (step 10)"; nothing before the first evaluation."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageError, reason
 from hpctrain.base.safe_files import open_regular, reading, replacing
@@ -52,15 +52,13 @@ class Report:
     def open(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
         """Open the records for rows after `step`. Raises the errors of `Records`."""
         if self._speaks:
-            self._records = Records(output_dir, loggers, step)
-            self._best.resume(output_dir / METRICS)
+            self._records = Records(output_dir, loggers, step, self._best)
 
     def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
         """Drop the rows after `step`, as a resume does. Raises UsageError if metrics.jsonl can't be written."""
         if self._records is not None:
             self._records.close()
-            self._records = Records(output_dir, loggers, step, under_way=True)
-            self._best.resume(output_dir / METRICS)
+            self._records = Records(output_dir, loggers, step, self._best, under_way=True)
 
     def say(self, message: str) -> None:
         """Print a line on the screen."""
@@ -86,15 +84,18 @@ LOG = logging.getLogger("hpctrain")
 class Records:
     """The records of a run, on rank 0."""
 
-    def __init__(self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int, under_way: bool = False) -> None:
+    def __init__(
+        self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int, best: BestSoFar, under_way: bool = False
+    ) -> None:
         """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't.
 
-        under_way: the run has trained already, and does without a logger that can't be opened.
+        best: is told of the evaluations before. under_way: the run has trained already, and does without a logger that can't be
+        opened.
         """
         path, now = output_dir / METRICS, time.time()
         self._goodput = Goodput(first_start(output_dir, now))
         try:
-            self._metrics = MetricsFile(path, resumed_step, self._goodput)
+            self._metrics = MetricsFile(path, resumed_step, self._goodput, best)
         except OSError as error:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
         if self._goodput.lost_steps:
@@ -147,12 +148,13 @@ def _tell_dropped(logger: str, error: Exception) -> None:
 class MetricsFile:
     """metrics.jsonl on rank 0: a JSON object per line. Non-finite numbers are null."""
 
-    def __init__(self, path: Path, resumed_step: int, goodput: Goodput) -> None:
-        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written. goodput: sees
-        the rows that stay, and loses the others."""
+    def __init__(self, path: Path, resumed_step: int, goodput: Goodput, best: BestSoFar) -> None:
+        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written. goodput, best:
+        see the rows that stay; goodput loses the others."""
+        best.forget()
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.writelines(_rows_until(path, resumed_step, goodput))
+            file.writelines(_rows_until(path, resumed_step, goodput, best))
         self._path = path
         # open for the whole run
         self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
@@ -215,13 +217,14 @@ def finite(value: Any) -> Any:
 
 
 class _ResumedRow(BaseModel):
-    """The parts of a row that a resume reads."""
+    """A row that a resume reads."""
+
+    model_config = ConfigDict(extra="allow")
 
     step: StrictInt
-    seconds: Any = None
 
 
-def _rows_until(path: Path, step: int, goodput: Goodput) -> Iterator[bytes]:
+def _rows_until(path: Path, step: int, goodput: Goodput, best: BestSoFar) -> Iterator[bytes]:
     """The complete lines; fragments left by a crash or a power failure are dropped."""
     if not os.path.lexists(path):
         return
@@ -230,9 +233,10 @@ def _rows_until(path: Path, step: int, goodput: Goodput) -> Iterator[bytes]:
             if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
             with suppress(ValidationError):
-                row = _ResumedRow.model_validate_json(line)
-                if row.step <= step:
-                    goodput.see(vars(row))
+                row = _ResumedRow.model_validate_json(line).model_dump()
+                if row["step"] <= step:
+                    goodput.see(row)
+                    best.see(row)
                     yield line
                 else:
-                    goodput.lose(vars(row))
+                    goodput.lose(row)

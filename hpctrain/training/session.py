@@ -53,7 +53,7 @@ class Session:
     feed: Feed
     store: CheckpointStore
     replicas: Sequence[Replicas]
-    """Of each model, but those whose ranks train parameters of their own."""
+    """Checks of each model, unless its ranks train parameters of their own."""
     deadline: Deadline
     states: Sequence[PluginState]
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""

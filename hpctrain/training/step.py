@@ -63,7 +63,7 @@ class Steps:
         self._micro_batches: list[MicroBatch] = []
         self._samples_seen, self._begin = 0, 0.0
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Begin to load, and to measure."""
         session = self.session
         session.model.split_counts = []  # those of trials are over
@@ -83,7 +83,7 @@ class Steps:
 
     def load(self) -> list[MicroBatch]:
         """This rank's micro batches of the next step; none where the steps take no data."""
-        self._begin = time.perf_counter()
+        self._begin, self._micro_batches = time.perf_counter(), []  # a device need not hold two steps' batches
         if self._loader is not None:
             with self.session.hooks.phase("data", self.session.progress.step):
                 self._micro_batches, self._samples_seen = self._loader.step()
@@ -208,6 +208,7 @@ class Steps:
             if update.verdict is not None and self._act(update.model, update.verdict):
                 self._load_from_here()
                 return True
+        self._micro_batches = []  # an evaluation needs the memory
         return False
 
     def _act(self, model: TrainedModel, verdict: Verdict) -> bool:

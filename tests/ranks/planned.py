@@ -245,7 +245,7 @@ def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]
         model.is_tried = True
         parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
         steps = Steps(session, StopRequest())
-        steps.open()
+        steps.begin()
         try:
             train_step(steps)
             for one in parameters:

@@ -70,7 +70,7 @@ def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
     )  # fmt: skip
     with session_of(tables) as session:
         steps = Steps(session, StopRequest())
-        steps.open()
+        steps.begin()
         try:
             for _ in range(2):
                 train_step(steps)

@@ -23,7 +23,9 @@ from hpctrain.base.safe_files import (
     stays,
 )
 from hpctrain.cli.options import say
+from hpctrain.training.meters.goodput import Goodput
 from hpctrain.training.progress import BestSoFar
+from hpctrain.training.report import MetricsFile
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
@@ -139,9 +141,8 @@ def test_permissions_that_are_none(permissions: str, job: JobFile) -> None:
 
 def test_a_pipe_in_place_of_metrics_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    best = BestSoFar()
-    best.resume(tmp_path / "metrics.jsonl")
-    assert best.words() == []
+    with pytest.raises(OSError, match="no regular file"):
+        MetricsFile(tmp_path / "metrics.jsonl", 0, Goodput(0.0), BestSoFar())
 
 
 def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hpctrain_tools.hooks.kernels import _kept, load_kernels
+from hpctrain_tools.kernels.hook import _kept, load_kernels
 
 from hpctrain.base import torch_private
 from hpctrain.base.errors import EnvironmentUnfitError

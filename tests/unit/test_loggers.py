@@ -176,9 +176,10 @@ def test_csv_follows_no_link_and_keeps_a_file_that_is_none_of_its_own() -> None:
     Path("mine.csv").write_text("a,b\n1,2\n")
     Path("out/metrics.csv").symlink_to(Path("mine.csv").absolute())
     with pytest.raises(EnvironmentUnfitError, match=r"\[\[logger\]\] name = 'csv': .*symbolic link"):
+        from hpctrain.training.progress import BestSoFar
         from hpctrain.training.report import Records
 
-        Records(Path("out"), [logger("csv")], 2)
+        Records(Path("out"), [logger("csv")], 2, BestSoFar())
     logger("csv").open(Path("out"), 0).log({"step": 1})
     assert Path("mine.csv").read_text() == "a,b\n1,2\n" and table("metrics.csv") == [{"step": "1"}]
 

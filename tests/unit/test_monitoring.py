@@ -26,6 +26,7 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import job_id
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.problems import JobError
+from hpctrain.training.progress import BestSoFar
 from hpctrain.training.report import Records
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs hpctrain[prometheus]")
@@ -466,8 +467,8 @@ def test_a_logger_that_cannot_be_opened_again_ends_no_training_and_one_that_neve
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     once = Once(Once.Options())
-    Records(Path("out"), [once], 0)
-    again = Records(Path("out"), [once, logger("csv")], 0, under_way=True)
+    Records(Path("out"), [once], 0, BestSoFar())
+    again = Records(Path("out"), [once, logger("csv")], 0, BestSoFar(), under_way=True)
     again.write({"step": 1, "loss": 1.0})
     again.close()
     assert Path("out/metrics.csv").read_text() == "step,loss\n1,1.0\n"
@@ -476,5 +477,5 @@ def test_a_logger_that_cannot_be_opened_again_ends_no_training_and_one_that_neve
     ]
     Once.opened.clear()
     with pytest.raises(EnvironmentUnfitError, match="the port is taken"):
-        Records(Path("out"), [once, once], 0)
+        Records(Path("out"), [once, once], 0, BestSoFar())
     assert Silent.closed == 1

@@ -28,6 +28,7 @@ from hpctrain.cli import execute
 from hpctrain.job import output_lock
 from hpctrain.toolkit.checkpoint.sealed import seal
 from hpctrain.training.meters.goodput import Goodput
+from hpctrain.training.progress import BestSoFar
 from hpctrain.training.report import MetricsFile
 
 BREAKS = """
@@ -226,7 +227,7 @@ class FullDisk:
 
 
 def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = MetricsFile(Path("metrics.jsonl"), 0, Goodput(0.0))
+    metrics = MetricsFile(Path("metrics.jsonl"), 0, Goodput(0.0), BestSoFar())
     metrics._file = disk = FullDisk(metrics._file)  # type: ignore[assignment]
     for step in range(1, 6):
         metrics.write({"step": step, "text": "x" * 50, "list": [1.0, math.nan]})
@@ -290,7 +291,7 @@ def test_a_logger_that_fails_ends_no_training(where: str, caplog: pytest.LogCapt
 def test_a_row_that_a_crash_cut_short_is_dropped() -> None:
     path = Path("metrics.jsonl")
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\xfe\0\n{"step": 2}\n{"step": 3}\n{"step": 4')
-    MetricsFile(path, 3, Goodput(0.0)).close()
+    MetricsFile(path, 3, Goodput(0.0), BestSoFar()).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 

@@ -1,1 +1,0 @@
-"""Hooks that are tools."""
