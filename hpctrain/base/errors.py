@@ -53,10 +53,8 @@ class HpctrainError(Exception):
 
     exit_code = EXIT_TRAINING
 
-    def __init__(self, message: str, everywhere: bool = False) -> None:
-        """everywhere: every rank raises this error, so all can exit in order and only rank 0 prints it."""
+    def __init__(self, message: str) -> None:
         super().__init__(escaped(message))
-        self.everywhere = everywhere
 
 
 def reason(error: Exception) -> str:

@@ -57,6 +57,7 @@ def on_ranks(
     if by_srun():
         delay_terminate()
     from hpctrain.ranks.failure import MPI_START_SECONDS, limited
+    from hpctrain.ranks.meeting import PeerError
 
     with limited("the start of MPI", MPI_START_SECONDS, channel):
         identity = detect()
@@ -75,9 +76,9 @@ def on_ranks(
         channel.report_error(in_a_line(error, identity))
         code = exit_code_of(error)
         channel.report_exit(code)
+        if isinstance(error, PeerError):
+            return code, False
         if isinstance(error, HpctrainError):
-            if error.everywhere and identity.rank:
-                return code, False
             raise
         say(describe(error, identity), err=True)
     if by_srun():

@@ -147,9 +147,9 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=in
 """A size in bytes: an integer, or text with a unit (KB, MB, GB decimal; KiB, MiB, GiB binary)."""
 
 
-def broken(plugin: Plugin | type[Plugin], found: str, expected: str, everywhere: bool = False) -> ContractError:
-    """The error to raise. found: a sentence without its subject. everywhere: every rank raises it."""
-    return ContractError(f"{named(plugin)} {found}, expected {expected}", everywhere=everywhere)
+def broken(plugin: Plugin | type[Plugin], found: str, expected: str) -> ContractError:
+    """The error to raise. found: a sentence without its subject."""
+    return ContractError(f"{named(plugin)} {found}, expected {expected}")
 
 
 def named(plugin: Plugin | type[Plugin], with_version: bool = True) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpctrain.base.errors import HpctrainError
 from hpctrain.ranks.json_collectives import Outcome, attempt, gather_values, lowest_error, raised, sum_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
@@ -45,8 +44,6 @@ def _shared(node: str, action: Callable[[], Any]) -> Any:
         pause = min(2 * pause, _LONGEST_PAUSE)
     assert dist.group.WORLD is not None
     outcome = lowest_error(None if work is None else work.outcome, dist.group.WORLD)
-    if isinstance(outcome, HpctrainError):
-        outcome.everywhere = True
     return gather_values(raised(outcome))[mine[0]]
 
 

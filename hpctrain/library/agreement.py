@@ -42,7 +42,7 @@ class Agreement:
         row += [0.0] * (_WIDTH - len(row))
         rows = gather_row(row[:_WIDTH], _CPU)
         if any(one[:_SAME] != rows[0][:_SAME] for one in rows):
-            raise TrainingError(self._difference(rows), everywhere=True)
+            raise TrainingError(self._difference(rows))
         if is_accelerator(self._device):
             return gather_row(values, self._device) if values else [[] for _ in rows]
         if len(row) > _WIDTH:

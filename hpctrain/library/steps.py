@@ -176,7 +176,7 @@ class OwnSteps(Steps):
             return
         expected = "expected optimizer.step() after loop.backward(loss), on the optimizer that setup returned"
         if progress.step + 1 >= progress.steps:
-            raise TrainingError(f"no optimizer has stepped in {progress.steps} steps; {expected}", everywhere=True)
+            raise TrainingError(f"no optimizer has stepped in {progress.steps} steps; {expected}")
         if self.is_first and self._start.world.identity.rank == 0:
             LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 

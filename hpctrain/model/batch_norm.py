@@ -42,13 +42,10 @@ def refuse_batch_norms(module: nn.Module, name: str) -> None:
     if other is not None:
         raise UsageError(
             f"[model] sync_batch_norm: the model {name!r} has a {type(other).__name__}, a BatchNorm with code of its own, which "
-            "would go on to normalize one rank's micro batch; expected torch's own BatchNorm1d, 2d or 3d",
-            everywhere=True,
+            "would go on to normalize one rank's micro batch; expected torch's own BatchNorm1d, 2d or 3d"
         )
     if not norms:
-        raise UsageError(
-            f"[model] sync_batch_norm: the model {name!r} has no BatchNorm; leave the key out", everywhere=True
-        )
+        raise UsageError(f"[model] sync_batch_norm: the model {name!r} has no BatchNorm; leave the key out")
 
 
 def synchronize_batch_norms(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:

@@ -108,8 +108,7 @@ def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torc
     if any("lr" not in one for one in known):
         raise UsageError(
             f"[optimizer] name = {plugin.name!r}: its parameter groups or its defaults have no 'lr', which the schedule sets; "
-            'expected an optimizer that reads its learning rate from group["lr"]',
-            everywhere=True,
+            'expected an optimizer that reads its learning rate from group["lr"]'
         )
     wanted = {id(p): group["lr"] for group in completed for p in group["params"]}
     held = [(p, group) for group in optimizer.param_groups for p in group["params"]]

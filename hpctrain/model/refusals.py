@@ -20,8 +20,7 @@ def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
         raise UsageError(
             f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: a "
             "MetaModel initializes only parameters and persistent buffers; register with persistent=True and "
-            "initialize, or make on the CPU in build, or compute in forward, or derive from ModelSpec",
-            everywhere=True,
+            "initialize, or make on the CPU in build, or compute in forward, or derive from ModelSpec"
         )
 
 
@@ -33,15 +32,13 @@ def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> No
     if sparse:
         raise UsageError(
             f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, but gradients are summed over ranks in dense "
-            "buffers; build it with sparse = False",
-            everywhere=True,
+            "buffers; build it with sparse = False"
         )
     scaled = [name for name, one in found if one.max_norm is not None]
     if scaled and data_ranks > 1:
         raise UsageError(
             f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank for its own samples: "
-            f"{data_ranks} data-parallel ranks would diverge; build it without max_norm, and scale its output",
-            everywhere=True,
+            f"{data_ranks} data-parallel ranks would diverge; build it without max_norm, and scale its output"
         )
 
 

@@ -78,7 +78,7 @@ class LifeCycle:
             for hook, here, there in zip(self._chosen, everyone[0], found, strict=True):
                 if here != there:
                     told = f"started with {', '.join(there)} on rank {rank} and {', '.join(here)} on rank 0"
-                    raise broken(hook, told, "the same hooks on all ranks: some of them communicate", everywhere=True)
+                    raise broken(hook, told, "the same hooks on all ranks: some of them communicate")
 
     def close(self) -> None:
         """The run is over."""

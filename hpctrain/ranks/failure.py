@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,15 +22,15 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.meeting import World, meet
+from hpctrain.ranks.meeting import PeerError, World, meet
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.watchdog.channel import end_waiting_ranks
 
-_AFTER_THE_CAUSE = 1.0
-"""Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
+_AFTER_THE_CAUSE = timedelta(seconds=1)
+"""How long a rank waits after a failed communication for the rank at fault to print."""
 _PATIENCE = timedelta(seconds=5)
 """How long later failing ranks wait for the first one to print."""
 _GATHERING_SECONDS = 2.0
@@ -85,30 +86,29 @@ def met(identity: Identity, channel: RankChannel, timeout: timedelta | None = No
 
 
 def leave(world: World, error: BaseException) -> NoReturn:
-    """End this process and the other ranks with the exit code of the first error on any rank."""
+    """End this process and the other ranks with the exit code of the first error on any rank, which its rank prints.
+
+    Where every rank has the same error, nobody waits for anybody: then the ranks end in order, as after a success.
+    """
     ignore_terminate()
-    code, in_order = exit_code_of(error), False
-    if isinstance(error, HpctrainError) and error.everywhere:
-        in_order = True
-        if world.identity.rank == 0:
-            _print(world, error)
-    else:
+    code = exit_code_of(error)
+    if not isinstance(error, PeerError):  # rank 0 prints
         if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
-            time.sleep(_AFTER_THE_CAUSE)
+            _wait_for_print(world, _AFTER_THE_CAUSE)
         first = _claim(world, f"{world.identity.rank} {code}")
         if first is None:
             code = EXIT_TRAINING  # rank 0, which holds the store, is gone and has printed the reason
         elif first.split()[0] != str(world.identity.rank):
             code = int(first.split()[1])
-            _wait_for_print(world)
+            _wait_for_print(world, _PATIENCE)
         else:
             _print(world, error)
         _mark_printed(world)
     world.channel.report_exit(code)
-    everybody = _all_leave(world)
+    everybody, in_order = _all_leave(world, error)
     if not everybody:
         end_waiting_ranks(world, code)
-    if in_order and everybody:
+    if in_order:
         sys.exit(code)
     end_now(world.identity, code, everybody)
 
@@ -186,17 +186,20 @@ def _claim(world: World, mine: str) -> str | None:
         return None
 
 
-def _all_leave(world: World) -> bool:
-    """Whether every rank is leaving with an error; waits briefly for ranks that have not noticed it yet."""
+def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
+    """Whether every rank is leaving with an error, and whether with this one; waits briefly for ranks that have not noticed it."""
+    alike = f"leaving/{zlib.crc32(str(error).encode())}" if isinstance(error, HpctrainError) else "leaving/other"
     try:
+        world.store.add("leaving/of-rank-0" if isinstance(error, PeerError) else alike, 1)
         world.store.add("leaving", 1)
         everybody = _counted(world, "leaving")
+        of_all = world.store.add(alike, 0) + world.store.add("leaving/of-rank-0", 0) == world.identity.size
         world.store.add("leaving/heard", 1)
         if everybody and world.identity.rank == 0:
             _counted(world, "leaving/heard")  # this rank serves the store: the others must have read it before it ends
     except RuntimeError:
-        return False
-    return everybody
+        return False, False
+    return everybody, everybody and (isinstance(error, PeerError) or (isinstance(error, HpctrainError) and of_all))
 
 
 def _counted(world: World, key: str) -> bool:
@@ -216,8 +219,8 @@ def _mark_printed(world: World) -> None:
         return
 
 
-def _wait_for_print(world: World) -> None:
+def _wait_for_print(world: World, patience: timedelta) -> None:
     try:
-        world.store.wait(["failed/printed"], _PATIENCE)
+        world.store.wait(["failed/printed"], patience)
     except RuntimeError:
         return

@@ -212,7 +212,7 @@ def _opened(content: list[Any]) -> Outcome[Any]:
 def _fields(error: Exception) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, HpctrainError):
-        fields |= {"exit_code": error.exit_code, "everywhere": error.everywhere}
+        fields["exit_code"] = error.exit_code
     elif isinstance(error, OSError):
         fields["kind"] = "OSError"  # its number restores the right subclass
         if error.errno is not None:
@@ -235,5 +235,5 @@ def _rebuilt(fields: dict[str, Any]) -> Exception:
         return _KNOWN[kind](message) if kind in _KNOWN else RuntimeError(f"{kind}: {message}")
     error = _KNOWN.get(kind, HpctrainError)(message)
     assert isinstance(error, HpctrainError)
-    error.exit_code, error.everywhere = fields["exit_code"], fields["everywhere"]
+    error.exit_code = fields["exit_code"]
     return error

@@ -35,7 +35,7 @@ class PeerError(HpctrainError):
     """Another rank prints the error; this rank exits with the same code and prints nothing."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("another rank reports the error", everywhere=True)
+        super().__init__("another rank reports the error")
         self.exit_code = exit_code
 
 
@@ -60,7 +60,6 @@ class World:
                 value = make()
             except HpctrainError as error:
                 self.store.set(key, json.dumps({"exit_code": error.exit_code}))
-                error.everywhere = True
                 raise
             self.store.set(key, json.dumps({"value": value}, default=str))
             return value
@@ -75,7 +74,6 @@ class World:
             except HpctrainError as error:
                 for one in keys:
                     self.store.set(one, json.dumps({"exit_code": error.exit_code}))
-                error.everywhere = True
                 raise
             for one, value in zip(keys, values, strict=True):
                 self.store.set(one, json.dumps(value))
@@ -119,9 +117,12 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
 
     store: GuardedStore | HashStore
     if identity.source == "mpi":
-        from hpctrain.mpi.rendezvous import open_over_mpi
+        from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
 
-        store = open_over_mpi(timeout, tell)
+        try:
+            store = open_over_mpi(timeout, tell)
+        except OutOfReachError as error:  # of all ranks
+            raise PeerError(error.exit_code) if identity.rank else error from None
     elif identity.source == "alone":
         store = HashStore()
     elif identity.source == "flux":

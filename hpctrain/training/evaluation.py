@@ -84,7 +84,7 @@ def evaluate(
     ).exchanged(partial(gather_row, device=model.device))
     total, terms = sum(one.loss for one in ranks), sum(one.terms for one in ranks)
     if not terms:
-        raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
+        raise TrainingError("no token or sample of the evaluated split has a label")
     means = model.named_losses.means([one.named for one in ranks], terms)
     found = {"loss": total / terms, **means}
     if running:
@@ -121,7 +121,7 @@ def add_measured(found: dict[str, float], measured: Iterable[Mapping[str, float]
     for name, value in (item for values in measured for item in values.items()):
         if name in found or name in (*_TAKEN, counts):
             why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
-            raise UsageError(why, everywhere=True)
+            raise UsageError(why)
         found[name] = value
 
 
@@ -129,9 +129,7 @@ def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
     """Raises UsageError if `[checkpoint] keep_best` goes by something that is not among the `names` of what is measured."""
     best = job.checkpoint.keep_best
     if best is not None and best.metric not in names:
-        raise UsageError(
-            f"[checkpoint] keep_best: evaluations measure {', '.join(names)}, and not {best.metric!r}", everywhere=True
-        )
+        raise UsageError(f"[checkpoint] keep_best: evaluations measure {', '.join(names)}, and not {best.metric!r}")
 
 
 def _told(micro_batches: Iterable[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:
@@ -148,8 +146,7 @@ def _in_step(loader: Loader) -> Iterator[MicroBatch]:
         if going_on not in (0, dist.get_world_size()):
             raise TrainingError(
                 "[evaluation]: the stream ended earlier on some ranks than on others, expected the same items on all; it must not "
-                "depend on the rank",
-                everywhere=True,
+                "depend on the rank"
             )
         if micro is None:
             return

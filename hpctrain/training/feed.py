@@ -84,8 +84,7 @@ class Feed:
         if self._places is not None:
             raise UsageError(
                 f"[guard]: a rollback goes on with the samples after the failing ones, but [dataset] {self._job.dataset.name!r} "
-                'is a stream, which can only be read on from a checkpoint; expected "skip" or "stop", or data with __getitem__',
-                everywhere=True,
+                'is a stream, which can only be read on from a checkpoint; expected "skip" or "stop", or data with __getitem__'
             )
 
     def first_samples(self, count: int) -> tuple[Samples, Lengths]:

@@ -118,10 +118,8 @@ def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -
         return
     scales = sorted(set(gather_values(scale)))
     if len(scales) > 1:
-        raise broken(
-            parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all", everywhere=True
-        )
+        raise broken(parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all")
     told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
     shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
     axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
-    raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
+    raise broken(parts.sharding, told, f"one sum on all ranks{axes}")

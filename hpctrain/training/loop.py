@@ -94,7 +94,7 @@ def train_step(steps: Steps) -> tuple[int, Update]:
         # the divisor is known before the first backward, and is the same on every layout
         count = model.sum_over_batch(sum(micro.terms for micro in micro_batches))
     if count == 0:
-        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
+        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
 
     model.begin_sums(step)
     trial = model.first_step()

@@ -150,9 +150,7 @@ class StepRow:
         }
         taken = [name for name in self.named_losses if name in row or name in _SOMETIMES]
         if taken:
-            raise TrainingError(
-                f"the loss reports {taken[0]!r}, which is a key of each row; expected another name", everywhere=True
-            )
+            raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
         return {**row, **self.named_losses}
 
 

@@ -50,7 +50,7 @@ class FullParameters:
         Raises UsageError for a name that no trained parameter has.
         """
         if name not in self._shapes:
-            raise UsageError(f"{name!r} is no trained parameter of the model", everywhere=True)
+            raise UsageError(f"{name!r} is no trained parameter of the model")
         shape = self._shapes[name]
         dtype, axes = self._kind(name)
         whole = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)

@@ -75,10 +75,10 @@ def _judge(session: Session, beside: float, beside_another: float, alone: float,
         )
     if sum_of(sees):
         found = f"gave a sample of a packed row the loss {beside:.6g} behind one sample and {beside_another:.6g} behind another"
-        raise broken(spec, found, "attention of each of the batch's `documents` to itself alone", everywhere=True)
+        raise broken(spec, found, "attention of each of the batch's `documents` to itself alone")
     if sum_of(not abs(beside - alone) <= close * size):
         found = f"gave a sample the loss {alone:.6g} alone in a row and {beside:.6g} behind another one"
-        raise broken(spec, found, "tokens that stand where the batch's `positions` say", everywhere=True)
+        raise broken(spec, found, "tokens that stand where the batch's `positions` say")
 
 
 def _tolerances(precision: Precision, device: torch.device) -> tuple[float, float]:

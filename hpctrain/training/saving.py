@@ -135,7 +135,7 @@ def save_failed(session: Session, step: int, error: Exception, excused: bool) ->
     if not excused:
         newest = session.saved.newest or "none"
         message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {newest})"
-        raise TrainingError(message, everywhere=True) from error
+        raise TrainingError(message) from error
     session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
 
 

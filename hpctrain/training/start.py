@@ -272,7 +272,7 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
         for remark in agreed.remarks:
             tell(f"hpctrain: warning: {remark}")
     for problem in comparison_problems(checked.job, parts, agreed.communicator.on_accelerators):
-        raise UsageError(problem.message, everywhere=True)
+        raise UsageError(problem.message)
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 

@@ -152,7 +152,7 @@ class Steps:
         self.row, remark = self._row(ranks, update, count, named, others)
         taken = [name for name in logged if name in self.row]
         if taken:
-            raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name", everywhere=True)
+            raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name")
         self.row |= logged
         show_model(session, "hpctrain_step_end", step=progress.step, metrics=self.row, control=session.control)
         session.hooks.step_done()
@@ -227,7 +227,7 @@ class Steps:
             session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")
             return True
         remedy = remedy_for(verdict, newest is not None, samples is not None)
-        raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})", everywhere=True)
+        raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})")
 
 
 def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:

@@ -208,8 +208,7 @@ class TrainedModel:
             raise UsageError(
                 f"[optimizer] name = {self.parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
                 "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "
-                "tensor parallelism",
-                everywhere=True,
+                "tensor parallelism"
             )
 
     def load(
@@ -297,7 +296,7 @@ class TrainedModel:
             for group in {tuple(where): where for where, _ in told}.values():
                 why = parted({rank: ran for rank, (where, ran) in enumerate(told) if where == group})
                 if why is not None:
-                    raise TrainingError(why, everywhere=True)
+                    raise TrainingError(why)
         self.sharded.ran.clear()
 
     def take_gradients(self) -> list[torch.Tensor]:

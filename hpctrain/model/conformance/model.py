@@ -112,7 +112,7 @@ def refuse_other_model(spec: ModelSpec, module: nn.Module) -> None:
         if other != everyone[0]:
             ours, theirs = _first_difference(everyone[0], other)
             found = f"built another model on rank {rank}: {theirs}, where rank 0 has {ours}"
-            raise broken(spec, found, "a model that depends on its options alone", everywhere=True)
+            raise broken(spec, found, "a model that depends on its options alone")
 
 
 def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> tuple[str, str]:

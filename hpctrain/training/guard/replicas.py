@@ -90,8 +90,7 @@ class Replicas:
         raise TrainingError(
             f"after {step} steps {_sentence(everyone)}; a plugin, an optimizer or a schedule may do other things on each rank, or "
             "memory or a processor there may be faulty: leave out the node, and start again with --resume and a checkpoint from "
-            f"when the replicas were equal{before}",
-            everywhere=True,
+            f"when the replicas were equal{before}"
         )
 
     def _pieces(self) -> Iterator[Piece]:

@@ -130,8 +130,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         if torch.is_grad_enabled():  # only where the gradient is to be differentiated
             raise UsageError(
-                "dilated attention has no second derivative, such as a gradient penalty (create_graph=True) needs",
-                everywhere=True,
+                "dilated attention has no second derivative, such as a gradient penalty (create_graph=True) needs"
             )
         query, both, theirs, output, rows = ctx.saved_tensors
         parts: _Parts = ctx.parts

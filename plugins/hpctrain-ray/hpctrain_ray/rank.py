@@ -122,7 +122,7 @@ class LearnerRank:
 
     def _of_learner(self) -> Learner:
         if self._learner is None:
-            raise TrainingError("the rank is in no loop", everywhere=True)
+            raise TrainingError("the rank is in no loop")
         return self._learner
 
     def _position(self, step: int) -> Position:
@@ -144,7 +144,7 @@ class LearnerRank:
                 why = (
                     "a signal has asked it to stop" if loop.stopped else f"it has {loop.step} steps, all of [job] steps"
                 )
-                raise TrainingError(f"the training has no step left: {why}", everywhere=True)
+                raise TrainingError(f"the training has no step left: {why}")
             found = {name: float(value) for name, value in self._of_learner().train(batch).items()}
             loop.log(**{name: value for name, value in found.items() if name not in _OWN})
             self._trained = True

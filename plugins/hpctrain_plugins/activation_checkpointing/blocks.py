@@ -21,8 +21,7 @@ def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
         raise UsageError(
             f'[activation_checkpointing] mode = "{mode}": the model {spec.name!r} has no blocks; expected a ModelSpec that '
             "names them or, in a module of your own, an nn.ModuleList or nn.Sequential of several blocks of one class; use "
-            'mode = "none"',
-            everywhere=True,
+            'mode = "none"'
         )
     return blocks
 

@@ -82,8 +82,7 @@ class HostMemory:
             if version_of(tensor) != version:
                 raise UsageError(
                     "[activation_checkpointing] offload: a block's input was changed in place after the block had it, so what "
-                    "is kept of it may be either; write x = x + y in place of x += y, or leave offload out",
-                    everywhere=True,
+                    "is kept of it may be either; write x = x + y in place of x += y, or leave offload out"
                 )
 
     def _fetched(self, kept: Kept) -> tuple[Tensor, Done]:

@@ -64,8 +64,7 @@ class Selective(ActivationCheckpointing):
         if unknown:
             raise UsageError(
                 f"[activation_checkpointing] keep: torch has no operator {', '.join(unknown)}; expected names such as mm "
-                "or addmm",
-                everywhere=True,
+                "or addmm"
             )
         if plan.outline is not None:
             blocks_of(plan.outline, plan.model, self.name)

@@ -62,8 +62,7 @@ class _Watch:
     def hpctrain_measured(self, names: Sequence[str]) -> None:
         if self._options.metric not in names:
             raise UsageError(
-                f"[[hook]] early-stopping: evaluations measure {', '.join(names)}, and not {self._options.metric!r}",
-                everywhere=True,
+                f"[[hook]] early-stopping: evaluations measure {', '.join(names)}, and not {self._options.metric!r}"
             )
 
     @hookimpl

@@ -90,8 +90,7 @@ class FP8(Precision):
         if not inside:
             raise UsageError(
                 f"[precision] mode = 'fp8': the blocks of the model {spec.name!r} have no Linear layer with sizes that are "
-                "multiples of 16; use bf16",
-                everywhere=True,
+                "multiples of 16; use bf16"
             )
         convert_to_float8_training(module, config=config, module_filter_fn=lambda one, _: one in inside)
 

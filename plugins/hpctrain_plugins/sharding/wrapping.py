@@ -46,13 +46,10 @@ def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
     found = [one for one in module.modules() if any(cls.__name__ == name for cls in type(one).__mro__)]
     if not found:
         classes = sorted({type(one).__name__ for one in module.modules()})
-        raise UsageError(
-            f"[sharding] wrap: no module is a {name!r}; the model is made of {', '.join(classes)}", everywhere=True
-        )
+        raise UsageError(f"[sharding] wrap: no module is a {name!r}; the model is made of {', '.join(classes)}")
     if isinstance(found[0], _WITHOUT_FORWARD):
         raise UsageError(
-            f"[sharding] wrap: a {name} has no forward before which it could be gathered; name the class of its children",
-            everywhere=True,
+            f"[sharding] wrap: a {name} has no forward before which it could be gathered; name the class of its children"
         )
     return found
 
@@ -69,8 +66,7 @@ def unseen(found: str) -> UsageError:
     """The error for a unit that backward would miss."""
     return UsageError(
         f"[sharding] stage = 3: {found}; expected a tensor, or a tuple, list, dict or dataclass with tensors, whose backward "
-        "triggers gathering and summing; return one of these, or use stage = 2",
-        everywhere=True,
+        "triggers gathering and summing; return one of these, or use stage = 2"
     )
 
 

@@ -373,8 +373,7 @@ def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
     if scalars:
         raise UsageError(
             f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar and has no rows to shard; "
-            "give it the shape (1,), or use stage = 2",
-            everywhere=True,
+            "give it the shape (1,), or use stage = 2"
         )
 
 

@@ -81,9 +81,7 @@ class Peers:
         """The trainers that are installed on all ranks. Collective. Raises UsageError for a job that only hpctrain trains."""
         why = task.hindrance()
         if why:
-            raise UsageError(
-                f"bench peers: {why}; expected a job of data parallelism alone, without a scaled loss", everywhere=True
-            )
+            raise UsageError(f"bench peers: {why}; expected a job of data parallelism alone, without a scaled loss")
         found = []
         for name in self.names:
             lacks = next((one for one in gather_values(missing(name)) if one), "")

@@ -115,8 +115,7 @@ class Turns:
     def hpctrain_job_start(self, job: Job, identity: Identity, model: LiveModel, membership: Membership) -> None:
         if self._ranks is not None and self._ranks != identity.size:
             raise UsageError(
-                f"-n {self._ranks}: the launcher started {identity.size} ranks; expected the same number, or no -n",
-                everywhere=True,
+                f"-n {self._ranks}: the launcher started {identity.size} ranks; expected the same number, or no -n"
             )
         self.directory = job.output_dir
         self._busy, self.job, self.rank, self.ranks = membership.busy, job.job.name, identity.rank, identity.size

@@ -26,15 +26,14 @@ def refuse_outputs(parts: Parts, padded: bool, is_stream: bool) -> None:
     """UsageError for outputs that don't go into one array; equal on all ranks."""
     if is_stream:
         raise UsageError(
-            "predict writes a row for each sample, and a stream has an unknown number; use samples by index",
-            everywhere=True,
+            "predict writes a row for each sample, and a stream has an unknown number; use samples by index"
         )
     if padded:
         why = "predict writes one shape for all samples; use [batch] global_size and micro_size"
-        raise UsageError(why, everywhere=True)
+        raise UsageError(why)
     cutting = [name for name, axis in parts.parallelism.items() if axis.traits.cuts_samples]
     if cutting and not isinstance(parts.model, ContextParallelModel):
-        raise UsageError(f"predict can't put outputs together that {cutting[0]} cuts; leave it out", everywhere=True)
+        raise UsageError(f"predict can't put outputs together that {cutting[0]} cuts; leave it out")
 
 
 def predict(model: TrainedModel, loader: Loader, outputs: Outputs, out: Path) -> dict[str, Any]:

@@ -68,8 +68,7 @@ def text_dataset(parts: Parts) -> TextDataset:
     if not isinstance(parts.dataset, TextDataset):
         raise UsageError(
             f"sample needs a dataset of text, found {parts.dataset.name!r}, which has no encode and decode; use text or "
-            "stdlib-text, or a dataset plugin that is a TextDataset",
-            everywhere=True,
+            "stdlib-text, or a dataset plugin that is a TextDataset"
         )
     return parts.dataset
 
@@ -89,7 +88,7 @@ def continue_text(
     """
     ids, told = dataset.encode(prompt.text), ""
     if not ids:
-        raise UsageError("sample needs a prompt of one token at least", everywhere=True)
+        raise UsageError("sample needs a prompt of one token at least")
     _refuse_encoder(model, dataset, ids, length, device)
     begin, generator = len(ids), torch.Generator().manual_seed(prompt.seed)
     for number in range(prompt.tokens):
@@ -118,8 +117,7 @@ def _refuse_encoder(
     if any(gather_values(differs)):
         raise UsageError(
             f"sample needs a language model; what {model.spec.name!r} says of a token depends on the tokens behind it, as in an "
-            "encoder",
-            everywhere=True,
+            "encoder"
         )
 
 
@@ -169,5 +167,5 @@ def _length(job: Job, parts: Parts) -> int:
     longest = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else None
     length = job.dataset.seq_length or longest
     if length is None:
-        raise UsageError("sample needs the length of a sample; give [dataset] seq_length", everywhere=True)
+        raise UsageError("sample needs the length of a sample; give [dataset] seq_length")
     return length

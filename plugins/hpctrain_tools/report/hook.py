@@ -65,7 +65,7 @@ class _Writing:
     def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:
         """The rank that fails writes, since rank 0 may wait for it and be ended by it."""
         mine = type(exception).__name__, str(exception), datetime.now().astimezone()
-        if self._rank and (getattr(exception, "everywhere", False) or mine[0] == OF_ANOTHER):
+        if self._rank and mine[0] == OF_ANOTHER:
             return
 
         def ending(directory: Path) -> Ending:

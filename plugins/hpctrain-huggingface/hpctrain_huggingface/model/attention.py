@@ -162,8 +162,7 @@ def _attention(
     if found is not None:
         raise UsageError(
             f"[parallelism] context: the model's attention has {found}, which attention over ranks does not compute; "
-            + ("set [model] config = { attention_dropout = 0.0 }" if dropout else "use another axis"),
-            everywhere=True,
+            + ("set [model] config = { attention_dropout = 0.0 }" if dropout else "use another axis")
         )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

@@ -125,8 +125,7 @@ class Decoder:
 
     def _unfit(self, why: str) -> UsageError:
         return UsageError(
-            f"[parallelism] pipeline: a {type(self.model).__name__} can't be cut: {why}; use another axis",
-            everywhere=True,
+            f"[parallelism] pipeline: a {type(self.model).__name__} can't be cut: {why}; use another axis"
         )
 
     def outputs(self, hidden: Tensor) -> Any:

@@ -42,8 +42,7 @@ class PreferenceModel(TextModel):
         if not isinstance(batch, Mapping) or not all(f"{side}_input_ids" in batch for side in _SIDES):
             raise UsageError(
                 "[model] preference: found samples without chosen_input_ids and rejected_input_ids; name the columns chosen and "
-                'rejected of [dataset] name = "huggingface"',
-                everywhere=True,
+                'rejected of [dataset] name = "huggingface"'
             )
         ids, labels = (
             _together(batch, entry, fill) for entry, fill in (("input_ids", self._pad or 0), ("labels", IGNORED))

@@ -158,8 +158,7 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         if prepare is None:
             raise UsageError(
-                f"[model] huggingface: a {type(base).__name__} makes no decoder_input_ids from labels; let the data set give them",
-                everywhere=True,
+                f"[model] huggingface: a {type(base).__name__} makes no decoder_input_ids from labels; let the data set give them"
             )
         return prepare(labels=labels)  # type: ignore[no-any-return]
 

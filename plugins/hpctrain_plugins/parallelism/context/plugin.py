@@ -113,8 +113,7 @@ class AppliedContextParallel(AppliedAxis):
         if seq % self._multiple:
             raise UsageError(
                 f"[parallelism] context = {self._size}: found sequences of {seq} tokens, expected a multiple of "
-                f"{self._multiple}",
-                everywhere=True,
+                f"{self._multiple}"
             )
         documents: Documents | None = batch.get("documents")
         place = self._place(documents or Documents([seq]))

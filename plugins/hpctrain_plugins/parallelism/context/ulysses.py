@@ -23,8 +23,7 @@ def ulysses_attention(
     if heads % size or key.shape[1] % size:
         raise UsageError(
             f'[parallelism.context] method = "ulysses": each rank has {heads} attention heads ({key.shape[1]} of keys), '
-            f'which {size} ranks do not divide; use method = "ring"',
-            everywhere=True,
+            f'which {size} ranks do not divide; use method = "ring"'
         )
     query, key, value = (_exchange(t, 1, 2, group) for t in (query, key, value))
     return _exchange(causal_attention(query, key, value, documents), 2, 1, group)

@@ -94,8 +94,7 @@ class PipelineParallel(Parallelism):
         if not blocks or not isinstance(spec, PipelineModel) or not any(spec.ends(module)):
             raise UsageError(
                 f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; expected an "
-                "nn.Sequential with several blocks of one class in a row, or a model plugin that is a PipelineModel",
-                everywhere=True,
+                "nn.Sequential with several blocks of one class in a row, or a model plugin that is a PipelineModel"
             )
         return split(len(blocks), size * self._stages_per_rank, self.options.split)
 
@@ -107,8 +106,7 @@ class PipelineParallel(Parallelism):
         if any(ranks.count(rank) != self._stages_per_rank for rank in range(size)):
             raise UsageError(
                 f"[parallelism.pipeline] schedule = {self._schedule.name!r}: its rank_of places {len(parts)} stages on the ranks "
-                f"{ranks}, expected {self._stages_per_rank} on each rank from 0 to {size - 1}",
-                everywhere=True,
+                f"{ranks}, expected {self._stages_per_rank} on each rank from 0 to {size - 1}"
             )
         kept = [
             [blocks[i] for stage, part in enumerate(parts) if ranks[stage] == rank for i in part]

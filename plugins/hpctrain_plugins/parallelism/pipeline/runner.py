@@ -92,8 +92,7 @@ class PipelineRunner(Runner):
         if any(rank != self._rank_of(stage) for stage, rank in placed.items()):
             raise UsageError(
                 f"[parallelism.pipeline] schedule = {self._record.name!r}: {schedule.__name__} places the stages on the ranks "
-                f"{list(placed.values())}, and rank_of on {[self._rank_of(stage) for stage in placed]}; expected the same",
-                everywhere=True,
+                f"{list(placed.values())}, and rank_of on {[self._rank_of(stage) for stage in placed]}; expected the same"
             )
         return made
 

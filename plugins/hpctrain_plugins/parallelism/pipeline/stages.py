@@ -30,13 +30,11 @@ def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
     if given and (len(given) != stages or sum(given) != blocks or min(given) < 1):
         raise UsageError(
             f"[parallelism.pipeline] split: found {list(given)}, expected {stages} numbers of at least 1 that add up to "
-            f"the model's {blocks} blocks",
-            everywhere=True,
+            f"the model's {blocks} blocks"
         )
     if blocks < stages:
         raise UsageError(
-            f"[parallelism] pipeline: the model has {blocks} blocks, fewer than {stages} pipeline stages; use fewer stages",
-            everywhere=True,
+            f"[parallelism] pipeline: the model has {blocks} blocks, fewer than {stages} pipeline stages; use fewer stages"
         )
     counts = given or [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
     ends = torch.tensor(counts).cumsum(0).tolist()

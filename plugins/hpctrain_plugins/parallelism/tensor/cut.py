@@ -37,16 +37,14 @@ class Cut(Options):
             if sum(self.parts) != whole:
                 raise UsageError(
                     f"[parallelism.tensor] plan: {name}.weight has {whole} rows, and parts = {self.parts} are "
-                    f"{sum(self.parts)}; expected the rows of each part",
-                    everywhere=True,
+                    f"{sum(self.parts)}; expected the rows of each part"
                 )
             return self.parts
         count = self.parts or 1
         if whole % count:
             raise UsageError(
                 f"[parallelism.tensor] plan: {name}.weight has {whole} rows, which parts = {count} do not divide; "
-                "where parts differ write their rows, such as parts = [64, 16, 16]",
-                everywhere=True,
+                "where parts differ write their rows, such as parts = [64, 16, 16]"
             )
         return [whole // count] * count
 

@@ -77,6 +77,5 @@ def _is_norm(module: nn.Module) -> bool:
 def _unfit(module: nn.Module, lacks: str) -> UsageError:
     return UsageError(
         f"[parallelism.tensor] sequence_parallel: the plan of a {type(module).__name__} doesn't tell {lacks}; expected a plan that "
-        "cuts the activations of all blocks: leave sequence_parallel out, or write [parallelism.tensor] plan",
-        everywhere=True,
+        "cuts the activations of all blocks: leave sequence_parallel out, or write [parallelism.tensor] plan"
     )

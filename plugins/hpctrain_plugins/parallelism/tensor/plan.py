@@ -40,15 +40,13 @@ def plan_for(
     if sequence:
         raise UsageError(
             f"[parallelism.tensor] sequence_parallel: the model {spec.name!r} brings no plan, and a derived one cuts no "
-            "activations between blocks; leave sequence_parallel out, or write [parallelism.tensor] plan",
-            everywhere=True,
+            "activations between blocks; leave sequence_parallel out, or write [parallelism.tensor] plan"
         )
     found = plan_of_blocks(module, size)
     if not found:
         raise UsageError(
             f"the model {spec.name!r} has no tensor_plan, and no attention or MLP was found in it to make one from; "
-            'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }',
-            everywhere=True,
+            'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }'
         )
     LOG.info("tensor parallelism, derived plan: %s", {n: c.model_dump(exclude_none=True) for n, c in found.items()})
     return found
@@ -61,8 +59,7 @@ def _read(plan: Mapping[str, Any], spec: ModelSpec) -> dict[str, Cut]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(
-            f"the tensor_plan of the model {spec.name!r}: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            everywhere=True,
+            f"the tensor_plan of the model {spec.name!r}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
 
 
@@ -73,15 +70,13 @@ def expand(module: nn.Module, plan: Mapping[str, Cut], source: str) -> dict[str,
     for pattern, cut in plan.items():
         if cut.style not in STYLES:
             raise UsageError(
-                f"{source}: found the style {cut.style!r} for {pattern!r}, expected one of {', '.join(STYLES)}",
-                everywhere=True,
+                f"{source}: found the style {cut.style!r} for {pattern!r}, expected one of {', '.join(STYLES)}"
             )
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise UsageError(
                 f"{source}: no module matches {pattern!r}; the names are like {', '.join(names[:6])}, ..."
-                + ("" if source.startswith("[") else "; write [parallelism.tensor] plan with such names"),
-                everywhere=True,
+                + ("" if source.startswith("[") else "; write [parallelism.tensor] plan with such names")
             )
         expanded |= dict.fromkeys(matched, cut)
     return expanded

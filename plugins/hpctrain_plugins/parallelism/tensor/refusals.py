@@ -31,21 +31,18 @@ def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
     if cuts and within and named_so:
         raise UsageError(
             f"[parallelism.tensor] plan: {name} is a {type(inner).__name__} that contains {', '.join(within)}, and {cut.style} "
-            "cuts a plain Linear or Embedding; leave it out",
-            everywhere=True,
+            "cuts a plain Linear or Embedding; leave it out"
         )
     if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
         raise UsageError(
             f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
-            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
-            everywhere=True,
+            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out")
         )
     if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
         raise UsageError(
             f'[parallelism.tensor] plan: {name} is by its name several matrices in one, and "colwise" would give its first rows '
             'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
-            "as parts = [64, 16, 16] (1 if the rows of each head lie together)",
-            everywhere=True,
+            "as parts = [64, 16, 16] (1 if the rows of each head lie together)"
         )
 
 
@@ -58,16 +55,14 @@ def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
             of_parts = f" in parts of {', '.join(map(str, parts))}" if len(parts) > 1 else ""
             raise UsageError(
                 f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {cut.style} cuts "
-                f"dim {dim}{of_parts}, which {size} ranks do not divide",
-                everywhere=True,
+                f"dim {dim}{of_parts}, which {size} ranks do not divide"
             )
     parent = module.get_submodule(name.rpartition(".")[0])
     for attribute, heads in heads_of(parent).items() if cut.style == "colwise" else ():
         if heads % size:
             raise UsageError(
                 f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
-                f"ranks do not divide",
-                everywhere=True,
+                f"ranks do not divide"
             )
 
 
@@ -93,15 +88,13 @@ def _refuse_halves(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut]) 
             raise UsageError(
                 f"[parallelism.tensor] plan: with {name} as colwise each rank has a part of its outputs, and no rowwise "
                 'Linear follows that takes parts; write "rowwise" for the Linear that takes them, "colwise_rep" to gather '
-                'them, or "vocabulary" for a head whose outputs go to the loss',
-                everywhere=True,
+                'them, or "vocabulary" for a head whose outputs go to the loss'
             )
     for name in takes:
         if not any(meet(giver, name) for giver in gives):
             raise UsageError(
                 f"[parallelism.tensor] plan: {name} as rowwise takes a part of its inputs, and no colwise module comes "
-                'before it that gives parts; write "colwise" for the module that feeds it, or leave both out',
-                everywhere=True,
+                'before it that gives parts; write "colwise" for the module that feeds it, or leave both out'
             )
 
 
@@ -115,8 +108,7 @@ def refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
                 raise UsageError(
                     f"[parallelism.tensor] plan: {first} and {name} are one tensor, and the plan cuts them differently "
                     f"({_placements(kept)} and {_placements(other)}); give both modules styles that cut the same dim, "
-                    'such as "rowwise" for the embedding and "vocabulary" for the head',
-                    everywhere=True,
+                    'such as "rowwise" for the embedding and "vocabulary" for the head'
                 )
 
 

@@ -58,8 +58,7 @@ class WholeGradients:
             raise UsageError(
                 f"[parallelism.tensor] plan: the gradients of {', '.join(apart[:4])}{', ...' * (len(apart) > 4)} differ between "
                 'the ranks, which have these whole, but use them with a part of the heads or outputs: write "head_norm" for a norm '
-                "between colwise and rowwise modules, or leave the modules around it out of the plan",
-                everywhere=True,
+                "between colwise and rowwise modules, or leave the modules around it out of the plan"
             )
 
 
