@@ -36,7 +36,7 @@ _UNKNOWN = 20.0
 _COMMANDS = {
     "cli": {
         "cli",
-        "starting",
+        "launch",
         "submit",
         "scheduler",
         "job",
@@ -46,8 +46,8 @@ _COMMANDS = {
         "runs",
         "hpctrain_horovod",
     },
-    "faults": {"starting", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
-    "slurm": {"starting", "submit", "scheduler", "runs", "ranks", "store", "watchdog", "doctor"},
+    "faults": {"launch", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
+    "slurm": {"launch", "submit", "scheduler", "runs", "ranks", "store", "watchdog", "doctor"},
     "outside": {"plugins", "contracts", "toolkit", "user_code"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
     "test_ranks.py": {

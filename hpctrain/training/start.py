@@ -61,8 +61,8 @@ _COMPILATION = 3600.0
 class Start:
     """A job on its way to the training on this rank: each step of TRAINING sets what later ones need, `undo` leaves it in reverse.
 
-    read: gives the job, on rank 0. resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). queries: of
-    other terminals. alarmed: a context for work that communicates. exit_code: of this rank, when all is done.
+    read: gives the job, on rank 0. resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). cores: of this
+    rank, in words. queries: of other terminals. alarmed: a context for work that communicates. exit_code: when all is done.
     """
 
     identity: Identity
@@ -77,6 +77,7 @@ class Start:
     checked: CheckedJob = field(init=False)
     device: torch.device = field(init=False)
     hooks: LifeCycle = field(init=False)
+    cores: str = ""
     queries: Queries | None = None
     alarmed: Callable[[], AbstractContextManager[None]] = nullcontext
     cancel_mark: int | None = None
@@ -182,7 +183,8 @@ def communicate(start: Start) -> None:
     start.checked, card = _with_communicator(world, start.checked)
     communicator = start.checked.parts.communicator
     start.device = take_device(world, communicator, card)
-    binding = undo.enter_context(bound(world, start.device, job.job.cpu_bind))  # before there are threads that compute
+    # before there are threads that compute
+    start.cores = undo.enter_context(bound(world, start.device, job.job.cpu_bind)).told
     start_communication(world, communicator, _patience(job), partial(_wrap, job, start.identity))
     try_communicator(communicator, start.device)
     parts = start.checked.parts
@@ -192,13 +194,13 @@ def communicate(start: Start) -> None:
     if job.compile.enabled:
         refuse_shared_caches()
         undo.callback(torch.compiler.reset)  # else it would treat this job's and the next job's shapes as one model's
-    if binding.told:
-        start.say("cores", binding.told)
 
 
 def watch(start: Start) -> None:
-    """Note the start, and watch the ranks from now on."""
+    """Tell and note the start, and watch the ranks from now on."""
     job, world = start.checked.job, start.world
+    if start.cores:
+        start.say("cores", start.cores)
     since = time.time() - (time.monotonic() - start.begin)
     hosts = gather_values(world.identity.node)
     sources = start.checked.registry.sources

@@ -58,7 +58,7 @@ def stopped_in(job: JobFile, phase: str, number: int, only: int | None) -> Finis
         if only is None:
             command.process.send_signal(number)
         else:
-            next(one for one in command.ranks() if one.environ()["PMI_RANK"] == str(only)).send_signal(number)
+            sorted(command.ranks(), key=lambda one: one.pid)[only].send_signal(number)  # forked one after the other
         return command.finish(60)
 
 

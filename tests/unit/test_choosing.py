@@ -14,7 +14,7 @@ def test_rooms_are_those_that_a_test_imports_or_reaches_through_commands() -> No
     assert room_of("hpctrain/checkpoint/store.py") == "checkpoint" and room_of("hpctrain/api.py") == "api"
     assert room_of("plugins/hpctrain_plugins/metric/accuracy.py") == "metric" and room_of("docs/commands.md") is None
     assert room_of("plugins/hpctrain_tools/submit/record.py") == "submit"
-    assert "starting" in rooms_of("tests/unit/test_hosts.py") and "submit" in rooms_of("tests/slurm/test_submit.py")
+    assert "launch" in rooms_of("tests/unit/test_hosts.py") and "submit" in rooms_of("tests/slurm/test_submit.py")
     assert "submit" not in rooms_of("tests/unit/test_hosts.py")
 
 
