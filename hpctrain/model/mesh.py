@@ -73,7 +73,6 @@ def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
                 parts.sharding,
                 f"cut {ranks} ranks into the axes {made}",
                 f"sizes whose product is {ranks}, and the same names for any number",
-                True,
             )
     spreading = {name: plugin for name, plugin in parts.parallelism.items() if name not in cutting}
     axes, model_axes = _in_order(data, parts.parallelism, sizes), _in_order(spread_data, spreading, sizes)

@@ -78,9 +78,7 @@ class TrainedModel:
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
         if not isinstance(parts.precision.forward(device), AbstractContextManager):
-            raise broken(
-                parts.precision, "gave no context manager in forward", "a context around forward and loss", True
-            )
+            raise broken(parts.precision, "gave no context manager in forward", "a context around forward and loss")
         built = build_model(job, parts, meshes, self.sums, device, values)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         hooks.position.ran.append(self.sharded.ran)
@@ -278,7 +276,7 @@ class TrainedModel:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
         if not 0 < self.scaler.scale < math.inf:
-            raise broken(self.parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True)
+            raise broken(self.parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero")
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
 
     def route(self) -> float:

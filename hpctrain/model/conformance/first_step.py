@@ -97,7 +97,7 @@ class FirstStep:
         size = float(wanted.norm())
         if size > _VISIBLE * norm and float((found - wanted).norm()) > _TOLERANCE * size:
             told = f"left gradients of {self._names[0]} and others whose norm is {float(found.norm()):.4g}"
-            raise broken(self._sharding, told, f"{size:.4g}, the norm of the sum over the data-parallel ranks", True)
+            raise broken(self._sharding, told, f"{size:.4g}, the norm of the sum over the data-parallel ranks")
 
     def updated(self) -> None:
         """Raises ContractError if the module's parameter is not what the pieces say, after a step and its refresh. Collective."""
@@ -108,7 +108,7 @@ class FirstStep:
         late = sum_of(sum(not _is(here.get(name), value) for name, value in values.items()))
         if late:
             found = f"left {late} parameters in the module with other values than their pieces have after a step and `refresh`"
-            raise broken(self._sharding, found, "the values of the pieces", True)
+            raise broken(self._sharding, found, "the values of the pieces")
 
 
 def _is(here: Tensor | None, whole: Tensor) -> bool:

@@ -64,5 +64,4 @@ def refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) 
                 metric,
                 f"computed {values[0]} on one rank and {found} on another",
                 "equal values: sum over the group",
-                True,
             )

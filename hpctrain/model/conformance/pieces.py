@@ -40,7 +40,6 @@ def refuse_holes(
             plugin,
             f"gave {odd} pieces outside of the trained parameters",
             "their names, shapes and offsets",
-            True,
         )
     for (name, shape), (count, places) in zip(shapes.items(), totals[:-1].view(-1, 2).tolist(), strict=True):
         wanted = len_and_places(shape, (0,) * len(shape), shape)
@@ -50,7 +49,6 @@ def refuse_holes(
                 plugin,
                 f"gave pieces with {told} {wanted[0]:,} elements of {name}",
                 "each element once, but for replicas",
-                True,
             )
 
 

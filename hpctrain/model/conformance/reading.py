@@ -35,25 +35,25 @@ def refuse_other_reading(format: CheckpointFormat, directory: Path, state: State
         _refuse_other_bytes(format, directory, state.pieces, group)
     except (CheckpointError, OSError) as error:
         raise broken(
-            format, f"can't read the checkpoint that it has just written: {reason(error)}", "what was written", True
+            format, f"can't read the checkpoint that it has just written: {reason(error)}", "what was written"
         ) from error
 
 
 def _refuse_other_values(format: CheckpointFormat, directory: Path, state: State) -> None:
     if not format.recognizes(directory):
-        raise broken(format, f"does not recognize its own checkpoint {directory.name}", "True from recognizes", True)
+        raise broken(format, f"does not recognize its own checkpoint {directory.name}", "True from recognizes")
     values = format.read_values(directory)
     # as text: nan is not nan
     other = [key for key, value in state.values.items() if key not in values or _text(values[key]) != _text(value)]
     if other:
         found = f"read the value {other[0]!r} of its first checkpoint as {values.get(other[0])!r}"
-        raise broken(format, found, f"{state.values[other[0]]!r}, which was written", True)
+        raise broken(format, found, f"{state.values[other[0]]!r}, which was written")
     shapes, tensors = format.names(directory), format.tensors(directory)
     for piece in state.pieces:
         for found_shape in (shapes.get(piece.name), tensors[piece.name].shape if piece.name in tensors else None):
             if found_shape is None or tuple(found_shape) != tuple(piece.shape):
                 found = f"lists {piece.name} of its first checkpoint with the shape {found_shape}"
-                raise broken(format, found, f"{tuple(piece.shape)}, which was written", True)
+                raise broken(format, found, f"{tuple(piece.shape)}, which was written")
 
 
 def _refuse_other_bytes(
@@ -83,7 +83,7 @@ def _refuse_other_bytes(
     for found in gather_values(wrong, group):
         if found:
             told = f"read {found[0].partition(' ')[0]} of its first checkpoint with other values"
-            raise broken(format, told, "those that were written", True)
+            raise broken(format, told, "those that were written")
 
 
 def _text(value: Any) -> str:

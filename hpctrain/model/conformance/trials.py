@@ -47,11 +47,10 @@ def refuse_idle_optimizer(plugin: Optimizer, build: Build) -> None:
             plugin,
             "changed nothing in two steps on random gradients",
             "a `step` that updates each parameter with a gradient",
-            True,
         )
     if not same:
         found = "makes another step after its state and its groups' numbers were put into a new optimizer"
-        raise broken(plugin, found, "everything that lasts from step to step in `state` or in the groups", True)
+        raise broken(plugin, found, "everything that lasts from step to step in `state` or in the groups")
 
 
 def updates_parts_alike(build: Build) -> bool:
@@ -116,13 +115,13 @@ def refuse_impure_schedule(plugin: Schedule, steps: int) -> None:
         refuse_factor(plugin, step, factor)
         if found.setdefault(step, factor) != factor:
             told = f"gave the factor {factor:g} for step {step}, and {found[step]:g} before"
-            raise broken(plugin, told, "a pure function of the step, so that a resume has nothing to restore", True)
+            raise broken(plugin, told, "a pure function of the step, so that a resume has nothing to restore")
 
 
 def refuse_factor(plugin: Schedule, step: int, factor: object) -> None:
     """Raises ContractError for a factor on lr that is none."""
     if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
-        raise broken(plugin, f"gave the factor {factor!r} for step {step}", "a number that is zero or more", True)
+        raise broken(plugin, f"gave the factor {factor!r} for step {step}", "a number that is zero or more")
 
 
 def refuse_lossy_scaler(plugin: Precision, scaler: LossScaler) -> None:
@@ -131,7 +130,7 @@ def refuse_lossy_scaler(plugin: Precision, scaler: LossScaler) -> None:
     other.restore(scaler.state())
     if other.scale != scaler.scale or other.state() != scaler.state():
         found = f"has a loss scaler of scale {scaler.scale:g}, which is {other.scale:g} once restored from its state()"
-        raise broken(plugin, found, "everything that a resume needs in state()", True)
+        raise broken(plugin, found, "everything that a resume needs in state()")
 
 
 def try_communicator(plugin: Communicator, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -164,7 +164,7 @@ class LearnerRank:
             model = getattr(self._of_learner(), name, None)
             if model is None:
                 raise TrainingError(
-                    f"weights: the learner has no {name!r}, expected the attribute of a model of setup's", True
+                    f"weights: the learner has no {name!r}, expected the attribute of a model of setup's"
                 )
             state = self._loop.get_state_dict(model)
             references = [ray.put({key: value.cpu() for key, value in state.items()})] if self._loop.rank == 0 else []
