@@ -109,6 +109,10 @@ def leave(world: World, error: BaseException) -> NoReturn:
     if not everybody:
         end_waiting_ranks(world, code)
     if in_order:
+        # an operation that only some ranks have begun would hold up the end
+        timer = threading.Timer(_LEAVING_SECONDS, end_now, (world.identity, code, everybody))
+        timer.daemon = True
+        timer.start()
         sys.exit(code)
     end_now(world.identity, code, everybody)
 
@@ -188,7 +192,10 @@ def _claim(world: World, mine: str) -> str | None:
 
 def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
     """Whether every rank is leaving with an error, and whether with this one; waits briefly for ranks that have not noticed it."""
-    alike = f"leaving/{zlib.crc32(str(error).encode())}" if isinstance(error, HpctrainError) else "leaving/other"
+    is_own = (
+        isinstance(error, HpctrainError) and error.__cause__ is None
+    )  # not of a communication or of somebody's code
+    alike = f"leaving/{zlib.crc32(str(error).encode())}" if is_own else "leaving/other"
     try:
         world.store.add("leaving/of-rank-0" if isinstance(error, PeerError) else alike, 1)
         world.store.add("leaving", 1)
@@ -199,7 +206,7 @@ def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
             _counted(world, "leaving/heard")  # this rank serves the store: the others must have read it before it ends
     except RuntimeError:
         return False, False
-    return everybody, everybody and (isinstance(error, PeerError) or (isinstance(error, HpctrainError) and of_all))
+    return everybody, everybody and (isinstance(error, PeerError) or (is_own and of_all))
 
 
 def _counted(world: World, key: str) -> bool:
