@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -39,6 +41,16 @@ def _duration(text: str) -> str:
 def seconds_or_number(value: object) -> object:
     """A text in seconds; anything else as it is."""
     return seconds_of(value) if isinstance(value, str) else value
+
+
+def of_file_system(name: str) -> str:
+    """The name of a file or directory. Raises ValueError for one that the locale can't write."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        raise ValueError(f"expected a name in the locale's encoding, {encoding}; LC_ALL=C.UTF-8 allows any") from None
+    return name
 
 
 def error_of_several_keys(sentence: str) -> PydanticCustomError:

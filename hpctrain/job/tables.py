@@ -18,6 +18,7 @@ from hpctrain.job.table_types import (
     Variable,
     VariableValue,
     error_of_several_keys,
+    of_file_system,
     seconds_of,
     table_of,
 )
@@ -26,13 +27,13 @@ from hpctrain.job.table_types import (
 def _file_name(name: str) -> str:
     if not name or "/" in name or name in (".", ".."):
         raise ValueError("expected a name that can be a directory's, without '/'")
-    return name
+    return of_file_system(name)
 
 
 def _not_empty(path: object) -> object:
     if path == "":
         raise ValueError('expected a directory, "." for the current one')
-    return path
+    return of_file_system(path) if isinstance(path, str) else path
 
 
 def _permissions(text: str) -> str:

@@ -250,3 +250,10 @@ def test_python_without_a_job_file_has_the_same_errors(job: JobFile) -> None:
     done = run([sys.executable, "script.py"], job.directory)
     assert done.out.startswith("JobError 2 job: [job] steps: expected greater than or equal to 1, found 0"), done
     assert "lacks the table [model]" in done.out
+
+
+def test_a_name_that_the_locale_can_not_write(job: JobFile) -> None:
+    job.set(job={"name": "läuft"})
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run(hpctrain("check", "job.toml"), job.directory, env=locale, cold=True)
+    refused(done, 2, "[job] name: expected a name in the locale's encoding, ascii; LC_ALL=C.UTF-8 allows any, found")

@@ -54,6 +54,10 @@ class UserOptimizer(Optimizer):
             raise UsageError(
                 f"{self.reference} evaluates the model several times a step, expected an optimizer with one evaluation per step"
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UsageError(
+                f"{self.reference} takes sparse gradients only, and a job's are dense; expected one such as Adam"
+            )
         return optimizer
 
 
