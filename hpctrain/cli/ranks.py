@@ -73,11 +73,12 @@ def on_ranks(
     try:
         code = work(identity, read, channel)
     except Exception as error:  # the only rank's: with several ranks, the failing rank has ended all
-        channel.report_error(in_a_line(error, identity))
         code = exit_code_of(error)
-        channel.report_exit(code)
-        if isinstance(error, PeerError):
+        if isinstance(error, PeerError):  # rank 0 tells the error, whose text must not come second
+            channel.report_exit(code)
             return code, False
+        channel.report_error(in_a_line(error, identity))
+        channel.report_exit(code)
         if isinstance(error, HpctrainError):
             raise
         say(describe(error, identity), err=True)
@@ -102,7 +103,7 @@ def _start(
 
 
 class _Read:
-    """The job file, read once: it may be a pipe. Rank 0's is the job of all ranks; the others' only gives [environment]."""
+    """The job file, read once. Rank 0's is the job of all ranks; the others' only gives [environment]."""
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         from hpctrain.job.reading import read_job

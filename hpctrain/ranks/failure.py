@@ -192,9 +192,8 @@ def _claim(world: World, mine: str) -> str | None:
 
 def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
     """Whether every rank is leaving with an error, and whether with this one; waits briefly for ranks that have not noticed it."""
-    is_own = (
-        isinstance(error, HpctrainError) and error.__cause__ is None
-    )  # not of a communication or of somebody's code
+    # one with a cause comes from a communication or from somebody's code, which the ranks may have left at different places
+    is_own = isinstance(error, HpctrainError) and error.__cause__ is None
     alike = f"leaving/{zlib.crc32(str(error).encode())}" if is_own else "leaving/other"
     try:
         world.store.add("leaving/of-rank-0" if isinstance(error, PeerError) else alike, 1)

@@ -64,7 +64,7 @@ def counting(job: JobFile) -> JobFile:
 
 
 def told_by_ranks(job: JobFile, ranks: int) -> list[dict[str, Any]]:
-    """What each rank has told last."""
+    """The last record of each rank."""
     files = [job.directory / f"rank-{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text().splitlines()[-1]) for file in files]
 

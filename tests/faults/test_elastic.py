@@ -52,7 +52,7 @@ def environment(job: JobFile, kills: str = "") -> dict[str, str]:
 
 
 def whole_losses(job: JobFile) -> list[float]:
-    """Of an undisturbed run of one process."""
+    """The losses of an undisturbed run of one process."""
     words = ["--set", "job.output_dir=whole", "--set", "plugins.load=", "--set", "elastic.min_ranks=1"]
     done = run(hpctrain("run", "job.toml", *words), job.directory)
     assert done.code == 0, done

@@ -64,7 +64,7 @@ def test_shared_parameters_of_every_kind(root, sharding: dict[str, Any], frozen:
 
 
 def test_tied_embeddings_are_one_parameter(root) -> None:
-    """One rank shards, updates and saves it. A resume is exact, which needs both ends to be equal to the bit."""
+    """The parameter is sharded, updated and saved by one rank. A resume is exact, which needs both ends to be equal to the bit."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
 

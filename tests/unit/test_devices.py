@@ -84,7 +84,7 @@ def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Event:
-    """Of a stream that is half a second further at each."""
+    """An event of a stream that is half a second further at each."""
 
     now = 0.0
 

@@ -92,7 +92,7 @@ def test_no_module_hides_a_public_name(door: str) -> None:
 
 
 def test_plugins_import_what_all_names() -> None:
-    """Those of slots, and other distributions: `hpctrain.api`, the toolkit, and names in `__all__` of hpctrain's other modules."""
+    """Imports of slots and other distributions: `hpctrain.api`, the toolkit, and `__all__` of other modules."""
     others = [path for path in (ROOT / "plugins").glob("*/hpctrain_*") if path.is_dir()]
     hidden = set()
     for file in (
@@ -235,7 +235,7 @@ def test_the_examples_of_the_help_have_options_that_exist() -> None:
 
 
 def test_every_command_and_its_options_are_documented() -> None:
-    """Those of a distribution under plugins/ on its own page."""
+    """Commands of a distribution under plugins/ are on its own page."""
     own, *others = ROOT / "docs" / "commands.md", *(ROOT / "plugins").glob("*/README.md")
     text = "".join(page.read_text() for page in (own, *others))
     context = click.Context(cli)

@@ -1,4 +1,4 @@
-"""What a plugin can do with a training: end it, keep state in its checkpoints, see its phases, and fail."""
+"""Hooks of a training: a plugin ends it, keeps state in its checkpoints, sees its phases, and fails."""
 
 from __future__ import annotations
 

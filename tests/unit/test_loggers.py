@@ -1,4 +1,4 @@
-"""What loggers of files and tracking services write, read back with the readers of their libraries: a run that went on after a
+"""Output of loggers of files and tracking services, read back with the readers of their libraries: a run that went on after a
 crash, and a service that does not answer.
 """
 
@@ -215,7 +215,7 @@ def test_tensorboard_has_each_row_as_soon_as_it_is_logged() -> None:
 
 @pytest.mark.usefixtures("run")
 def test_mlflow_has_each_step_of_a_run_that_went_on_once() -> None:
-    """Of steps that ran twice it has the values of the first time."""
+    """Steps that ran twice have the values of the first time."""
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
     run, found = histories(f"sqlite:///{Path.cwd()}/out/mlflow/mlflow.db")
     steps, evaluations = (rows(of) | rows(of, Path("first.jsonl")) for of in ("loss", "evaluation_loss"))
@@ -348,7 +348,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def run_with(finish_seconds: float, **logger: str) -> str:
-    """What a run of four steps says; it must end by itself and with 0."""
+    """The output of a run of four steps; it must end by itself and with 0."""
     tables = {**TINY, "logger": [logger]}
     words = [sys.executable, "-c", RUNS, json.dumps(tables), str(finish_seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)

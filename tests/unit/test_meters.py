@@ -178,7 +178,7 @@ def own(ranks: int, **seconds: Callable[[int], float]) -> list[list[float]]:
 
 
 def see(judge: Stragglers, own: list[list[float]], seconds: float) -> Straggler | None:
-    """Of steps that spend all of the ranks' own time."""
+    """The straggler of steps that spend all of the ranks' own time."""
     return judge.see(own, own, seconds)
 
 

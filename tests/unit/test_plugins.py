@@ -223,7 +223,7 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
 
 
 def test_a_broken_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
-    """Of two in a module, each is told by its own name, whatever the entry point is called."""
+    """Two plugins of a module are each told by their own name, whatever the entry point is called."""
     both = plugin("logger", "Logger", "def opens(self): ...\n").replace(
         "[Old]", "[Old, type('Csv', (Old,), {'name': 'csv', '__module__': __name__})]"
     )

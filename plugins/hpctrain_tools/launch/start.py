@@ -69,8 +69,7 @@ def start_ranks(
     placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
     begin, restart = time.time(), 0
     with noted_signals() as signals:
-        hosts, count = placement.next()
-        _announce(command, hosts, count)
+        hosts, count = _next(placement, command)
         signals.has_ranks = False
         start = prepare(command, tables) if hosts is None else spawn
         signals.has_ranks = True
@@ -88,14 +87,16 @@ def start_ranks(
                 restart += 1
                 print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
             words = RESUME_NEWEST if _has_saved(_checkpoints_of(tables), begin) else words
-            hosts, count = placement.next()
-            _announce(command, hosts, count)
+            hosts, count = _next(placement, command)
 
 
-def _announce(command: str, hosts: Hosts | None, count: int) -> None:
+def _next(placement: Placement, command: str) -> tuple[Hosts | None, int]:
+    """The hosts and ranks of the next start, which is announced."""
+    hosts, count = placement.next()
     if command == "run":
         where = "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
         print(f"starting     {count} rank{'s' if count > 1 else ''}{where}", flush=True)
+    return hosts, count
 
 
 def start_command(words: Sequence[str], ranks: int) -> int:
