@@ -75,7 +75,8 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
-        return [_filled(self, iter(row)) for row in gather(list(_numbers(self)))]
+        read = _reader(self)
+        return [read(iter(row)) for row in gather(list(_numbers(self)))]
 
 
 def _numbers(figures: Any) -> Iterator[Any]:
@@ -87,12 +88,16 @@ def _numbers(figures: Any) -> Iterator[Any]:
         yield from figures if isinstance(figures, Sequence) else [figures]
 
 
-def _filled(like: Any, numbers: Iterator[float]) -> Any:
-    """The same dataclass of other numbers."""
+def _reader(like: Any) -> Callable[[Iterator[float]], Any]:
+    """A function that makes the same dataclass of other numbers. Made once for all ranks, of which there may be thousands."""
     if is_dataclass(like):
         kind: Any = type(like)
-        return kind(*(_filled(getattr(like, one.name), numbers) for one in fields(like)))
-    return list(islice(numbers, len(like))) if isinstance(like, Sequence) else next(numbers)
+        readers = [_reader(getattr(like, one.name)) for one in fields(like)]
+        return lambda numbers: kind(*[read(numbers) for read in readers])
+    if isinstance(like, Sequence):
+        length = len(like)
+        return lambda numbers: list(islice(numbers, length))
+    return next
 
 
 def figures_of_update(
