@@ -29,7 +29,6 @@ from hpctrain.checkpoint.finding import hint_of, recognize
 from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.model.conformance.reading import refuse_live_snapshot, refuse_other_reading
 from hpctrain.ranks.json_collectives import share, survey, together
 
 LOG = logging.getLogger("hpctrain")
@@ -80,8 +79,8 @@ class CheckpointStore:
         background_group: a second group of the same ranks in the same order, for `save_in_background`. device: the rank's.
         """
         self._directory = CheckpointDirectory(root)
-        self._format, self._writer, self._has_saved = format, format.writer(), False
-        self._formats = {one.name: one for one in formats}
+        self._format, self._writer = format, format.writer()
+        self._formats = {format.name: format} | {one.name: one for one in formats if one.name != format.name}
         self._retention = Retention(keep, keep_every, keep_best, self._read_values)
         self._group = group
         self._background_group, self._device = background_group, device
@@ -104,7 +103,7 @@ class CheckpointStore:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
         group, running = self._background_group, _Background()
-        snapshot = together(self._group, lambda: self._snapshot(state))
+        snapshot = together(self._group, lambda: self._writer.snapshot(state))
 
         def run() -> None:
             begin = time.monotonic()
@@ -181,11 +180,6 @@ class CheckpointStore:
             raise CheckpointError(f"none of the checkpoints in {self._directory.root} can be used:{listed}")
         return None
 
-    def _snapshot(self, state: State) -> State:
-        snapshot = self._writer.snapshot(state)
-        refuse_live_snapshot(self._format, state, snapshot)
-        return snapshot
-
     def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
         """Write under a temporary name, then rename. `state` must not change meanwhile: it isn't copied."""
         state = State(state.pieces, {**state.values, "step": step})
@@ -193,9 +187,6 @@ class CheckpointStore:
         try:
             together(group, lambda: _check_there(temporary, group.rank()))
             together(group, lambda: self._writer.write(state, temporary, group))
-            if not self._has_saved:
-                refuse_other_reading(self._format, temporary, state, group)
-            self._has_saved = True
             final = Path(share(group, lambda: str(self._directory.commit(temporary))))
         except Exception:
             if group.rank() == 0:

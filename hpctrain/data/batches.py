@@ -15,9 +15,9 @@ from hpctrain.base.draws import Draws, Name
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
+from hpctrain.data.items import refuse_fewer_rows, refuse_other_item, refuse_reused_memory, snapshot
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
-from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item, refuse_reused_memory, snapshot
 
 Drawn = tuple[int, "int | None"]
 """The index of a sample, and its position in the order; None in an evaluation. What the sample draws follows from both."""

@@ -18,8 +18,8 @@ from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.contracts.model import Batch
 from hpctrain.data.batches import Loaded, Place, collated, name_of_batch
+from hpctrain.data.items import refuse_reused_memory, snapshot
 from hpctrain.data.plan import Planned
-from hpctrain.model.conformance.data import refuse_reused_memory, snapshot
 
 T = TypeVar("T")
 

@@ -17,14 +17,13 @@ from hpctrain.base.uncompiled import leave_out_of_graphs
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.batch_norm import synchronize_batch_norms
-from hpctrain.model.conformance.model import (
+from hpctrain.model.mesh import Meshes
+from hpctrain.model.outline import (
     Outline,
     refuse_blocks,
     refuse_other_model,
     refuse_own_parameters,
-    refuse_values_by_call,
 )
-from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameters
 from hpctrain.model.refusals import refuse_embeddings, refuse_unsaved_buffers, refuse_untrained
 
@@ -82,7 +81,6 @@ class InitialValues:
                     "choose smaller sizes, or spread it over more ranks"
                 ) from error
             tie(module, tied)  # materialization gave each place its own parameter
-            refuse_values_by_call(spec, module, seed)
             initialize(module, spec, seed)
         module.to(device=home)
         tie(module, tied)  # on a device that torch knows by a plugin only, this gave each place its own, too

@@ -14,7 +14,6 @@ from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
 from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.model.build import Built, InitialValues, build_model
-from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.ranks.json_collectives import gather_values
@@ -78,7 +77,6 @@ def complete(
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
-    refuse_impure_schedule(parts.schedule, job.scheduled_epochs or feed.steps)
     progress = Progress(feed.steps)
     meters = Meters(
         device, parts.precision, gather_values(identity.node), meshes.groups(),

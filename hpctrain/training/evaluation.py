@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.contracts.metric import RunningMetric, as_number
+from hpctrain.contracts.metric import Metric, RunningMetric, as_number
 from hpctrain.contracts.model import Batch
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.model.conformance.hooks import refuse_different_values, tensors_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.figures import RankFigures
 from hpctrain.training.metrics import Figure, gather_row
@@ -95,9 +96,20 @@ def evaluate(
         everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
         having = [values for counted, values in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
-            refuse_different_values(metric, of_ranks)
+            _refuse_different_values(metric, of_ranks)
         add_measured(found, having[0], parts.model.counts)
     return found, int(terms)
+
+
+def _refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:
+    """Raises ContractError on all ranks unless a metric is equal on all ranks that had outputs. values: by rank."""
+    for found in values[1:]:
+        alike = (
+            math.isclose(found[name], values[0][name], rel_tol=1e-6) or found[name] != found[name] for name in found
+        )
+        if found.keys() != values[0].keys() or not all(alike):
+            told = f"computed {values[0]} on one rank and {found} on another"
+            raise broken(metric, told, "equal values: sum over the group")
 
 
 def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
@@ -107,8 +119,7 @@ def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Ba
     whole, target = _whole(outputs), parts.model.target(batch)
     for metric, one in zip(parts.metrics, running, strict=True):
         shown = _whole(parts.model.logits(outputs)) if metric.takes_logits else whole
-        with tensors_kept(f"the metric {metric.name!r}", shown, batch):
-            one.update(shown, target)
+        one.update(shown, target)
 
 
 def _whole(value: Any) -> Any:

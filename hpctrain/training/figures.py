@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from hpctrain.base.errors import shown
+from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.plugin import broken
 from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
@@ -125,6 +126,8 @@ def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -
     if len(scales) > 1:
         raise broken(parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all")
     told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
+    if isinstance(parts.compression, LossyCompression):
+        raise broken(parts.compression, told, "one sum, with the same bits on all ranks")
     shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
     axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
     raise broken(parts.sharding, told, f"one sum on all ranks{axes}")

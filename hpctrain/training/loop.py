@@ -97,18 +97,15 @@ def train_step(steps: Steps) -> tuple[int, Update]:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
 
     model.begin_sums(step)
-    trial = model.first_step()
     with session.meters.counting(micro_batches):
         # forward and backward; buckets are summed as they fill
         loss_sum = model.runner.train(micro_batches, count, step)
     lacks_memory = model.runner.out_of_memory is not None
     if lacks_memory:
         session.meters.count_again()
-    if trial is not None:
-        trial.forwarded(loss_sum.item())
     with position.inside("sums of gradients", step):
         model.sharded.synchronize()
-    if trial is not None:
+    if step == session.progress.first_step:
         for remark in {*gather_values(model.remark)} - {""}:  # a pipeline's first ranks have no loss
             session.report.say(f"loss         {remark}")
 
@@ -127,9 +124,7 @@ def train_step(steps: Steps) -> tuple[int, Update]:
         ).exchanged(partial(gather_row, device=session.device))
     steps.compare_replicas(step, ranks)
     figures = figures_of_update(session, model, ranks, count)
-    if trial is not None and math.isfinite(figures.norm) and not session.parts.sharding.ranks_diverge:
-        trial.summed(figures.norm, model.scaler.scale)
-    update = steps.update(model, gradients, figures, trial=trial)
+    update = steps.update(model, gradients, figures)
     model.scaler.update(math.isfinite(figures.norm))  # a step that is left out counts, too: the scale has to sink
     named = model.named_losses.means([one.named for one in ranks], count)
     return steps.end(ranks, update, count, named), update

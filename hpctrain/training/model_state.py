@@ -26,7 +26,6 @@ from hpctrain.checkpoint.state import (
 from hpctrain.checkpoint.weights import PLUGIN
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -79,7 +78,6 @@ class ModelValues(BaseModel):
 
 def values_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, idle: dict[str, bool]) -> dict[str, Any]:
     """The `ModelValues`. optimizer, idle: of `optimizer_to_save`. Collective."""
-    refuse_lossy_scaler(model.parts.precision, model.scaler)
     numbers, groups = numbers_to_save(model, optimizer)
     return {
         "precision": model.scaler.state(),

@@ -29,7 +29,6 @@ from hpctrain.job.output_lock import OutputLock, put_back, set_aside
 from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import Job
-from hpctrain.model.conformance.trials import try_communicator
 from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import CALLS
@@ -186,7 +185,6 @@ def communicate(start: Start) -> None:
     # before there are threads that compute
     start.cores = undo.enter_context(bound(world, start.device, job.job.cpu_bind)).told
     start_communication(world, communicator, _patience(job), partial(_wrap, job, start.identity))
-    try_communicator(communicator, start.device)
     parts = start.checked.parts
     start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)
     start.hooks.position.compiles = job.compile.enabled

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +19,6 @@ from hpctrain.contracts.life_cycle import Request
 from hpctrain.contracts.precision import LossScaler
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.model.conformance.first_step import FirstStep
-from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.figures import RankFigures
@@ -66,7 +63,6 @@ class Steps:
     def begin(self) -> None:
         """Begin to load, and to measure."""
         session = self.session
-        session.model.split_counts = []  # those of trials are over
         session.meters.clock.restart()
         session.hooks.position.entered = session.meters.clock.enter
         self._load_from_here()
@@ -112,7 +108,6 @@ class Steps:
         gradients: list[Tensor],
         figures: StepFigures,
         clips: bool = True,
-        trial: FirstStep | None = None,
         sets_rate: bool = True,
     ) -> Update:
         """Judge the figures, and update the model or leave it out: all ranks or none, since all have these figures.
@@ -127,7 +122,7 @@ class Steps:
         taken = math.isfinite(figures.norm) and (verdict is None or verdict.updates)
         with session.hooks.phase("optimizer", step):
             if taken:
-                model.update(step, gradients, figures.norm if clips else 0.0, trial)
+                model.update(step, gradients, figures.norm if clips else 0.0)
             else:
                 model.sums.leave_out()
         return Update(model, figures, lr, taken, verdict)
@@ -258,10 +253,8 @@ def end_hooks(session: Session, result: dict[str, Any]) -> None:
 
 
 def show_model(session: Session, hook: str, **arguments: Any) -> None:
-    """Call a hook that gets the model. Raises ContractError if a plugin changes its weights and doesn't say so."""
-    who = session.hooks.who(hook)
-    with weights_kept(session.model, hook, who) if who else nullcontext():
-        session.hooks.call(hook, model=session.model, **arguments)
+    """Call a hook that gets the model."""
+    session.hooks.call(hook, model=session.model, **arguments)
 
 
 def moment(session: Session) -> Moment:
@@ -283,8 +276,7 @@ def take_request(session: Session) -> None:
 
     name, values = asked
     request, step = Request(name, values, answer), session.progress.step
-    with weights_kept(session.model, "hpctrain_request", hooks.who("hpctrain_request")):
-        taken = hooks.call("hpctrain_request", request=request, step=step, model=session.model)
+    taken = hooks.call("hpctrain_request", request=request, step=step, model=session.model)
     if not any(taken):
         answer({"state": "refused", "why": f"no plugin of this job takes a request for {name!r}"})
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
 from hpctrain.checkpoint.weights import load_weights, refuse_other_source
-from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
@@ -28,18 +28,15 @@ from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
-from hpctrain.model.conformance.first_step import FirstStep
-from hpctrain.model.conformance.hooks import tensors_kept
-from hpctrain.model.conformance.model import try_loss
-from hpctrain.model.conformance.pieces import refuse_holes
-from hpctrain.model.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
 from hpctrain.model.gradients.reducer import GradientReducer
+from hpctrain.model.loss_trial import try_loss
 from hpctrain.model.mesh import Meshes
+from hpctrain.model.optimizer_trial import refuse_idle_optimizer, updates_parts_alike
 from hpctrain.model.parameters import build_optimizer, parameter_groups
+from hpctrain.model.pieces import refuse_holes
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.ranks.watchdog.blocks import parted
-from hpctrain.training.feed import counted
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
@@ -68,13 +65,9 @@ class TrainedModel:
         self.job, self.parts, self._hooks, self.meshes = job, parts, hooks, meshes
         self.spec, self.guard = parts.model, Guard(job.guard)
         self.batch_group = meshes.batch_group()
-        self.split_counts: list[int] = []
-        """Counts of the first micro batch: the whole one, and what each axis left of it."""
-        self._has_forwarded, self.refreshed, self.device = False, 0, device
+        self._has_forwarded, self.device = False, device
         self.remark = ""
         """A sentence for the user about the loss, once it was tried in the first forward."""
-        self.is_tried = False
-        """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
         if not isinstance(parts.precision.forward(device), AbstractContextManager):
@@ -104,8 +97,6 @@ class TrainedModel:
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
         self.named_losses = NamedLosses(self.loss_share)
         self.runner = self._make_runner(device)
-        if values.are_real:
-            self.sums.try_compressor()
 
     def _make_runner(self, device: torch.device) -> Runner:
         """The runner that an axis brings, or the plain runner."""
@@ -128,31 +119,16 @@ class TrainedModel:
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""
-        counts = [] if self.split_counts else [counted(self.parts.model, batch)]
         for axis in self.axes:
             batch = axis.split_batch(batch)
-            if counts:
-                counts.append(counted(self.parts.model, batch))
-        self.split_counts = self.split_counts or counts
         return batch
-
-    def first_step(self) -> FirstStep | None:
-        """Watches a step until one has been tried to its end; None afterwards, and where a rank may sit it out."""
-        if self.is_tried or self.job.guard.oom == "skip":
-            return None
-        axes = sorted(self.parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
-        exact = not isinstance(self.parts.compression, LossyCompression)
-        return FirstStep(self, self.parts.sharding, axes, self.split_counts, exact)
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
         if not self._has_forwarded:
             self.remark = try_loss(self.parts.model, outputs, batch, self.device)
         self._has_forwarded = True
-        who = self._hooks.who("hpctrain_outputs")
-        if who:
-            with tensors_kept(" or ".join(who), outputs, batch):
-                self._hooks.forwarded(step, outputs, batch)
+        self._hooks.forwarded(step, outputs, batch)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
@@ -162,16 +138,13 @@ class TrainedModel:
         """An optimizer of these pieces besides the one that trains."""
         return self._build(self._groups(pieces))
 
-    def update(self, step: int, gradients: list[torch.Tensor], norm: float, trial: FirstStep | None = None) -> None:
+    def update(self, step: int, gradients: list[torch.Tensor], norm: float) -> None:
         """Clip, let the optimizer update the pieces, and give the ranks the new parameters. norm: of the gradients. Collective."""
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             clip(gradients, norm, limit)
         self._step(step)
         self.sharded.refresh()
-        if trial is not None:
-            trial.updated()
-            self.is_tried = True
         self.sharded.stepped(step + 1)
 
     def _step(self, step: int) -> None:
@@ -225,7 +198,6 @@ class TrainedModel:
 
     def refresh(self) -> None:
         """Bring the module up to date after values of the pieces were changed. Collective."""
-        self.refreshed += 1
         self.sharded.refresh()
 
     def value(self, name: str) -> torch.Tensor:
@@ -314,7 +286,9 @@ class TrainedModel:
     def set_learning_rate(self, step: int, steps: int) -> None:
         """Set each group's learning rate for this step, or epoch, of `steps`."""
         factor = self.parts.schedule.factor(step, steps)
-        refuse_factor(self.parts.schedule, step, factor)
+        if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
+            told = f"gave the factor {factor!r} for step {step}"
+            raise broken(self.parts.schedule, told, "a number that is zero or more")
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
 

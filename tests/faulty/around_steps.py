@@ -1,12 +1,11 @@
-"""Checkpoint formats, hooks, metrics, loggers and schedulers that break a promise."""
+"""Hooks, metrics, loggers and schedulers that break a promise."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.checkpoint.hdf5 import Hdf5, Hdf5Writer
 
-from faulty.fault import planted
+from faulty.fault import of_slot, planted
 from hpctrain.api import (
     Hook,
     JobState,
@@ -15,50 +14,8 @@ from hpctrain.api import (
     Metric,
     RunningMetric,
     Scheduler,
-    State,
     hookimpl,
 )
-
-# checkpoint
-
-checkpoint = lambda told, **table: planted("checkpoint", "format", told, checkpoint=table)  # noqa: E731
-
-
-@checkpoint("read .* of its first checkpoint with other values, expected those that were written")
-class ReadsZeros(Hdf5):
-    def load(self, directory, pieces):
-        super().load(directory, pieces)
-        for piece in pieces:
-            piece.tensor.zero_()
-
-
-@checkpoint("read the value 'samples_seen' of its first checkpoint as None")
-class LosesAValue(Hdf5):
-    def read_values(self, directory):
-        return {key: value for key, value in super().read_values(directory).items() if key != "samples_seen"}
-
-
-@checkpoint("does not recognize its own checkpoint")
-class RecognizesNothing(Hdf5):
-    def recognizes(self, directory):
-        return False
-
-
-@checkpoint("lists model/.* of its first checkpoint with the shape None")
-class ListsNoModel(Hdf5):
-    def names(self, directory):
-        return {name: shape for name, shape in super().names(directory).items() if not name.startswith("model/")}
-
-
-@checkpoint("gave a snapshot whose .* is the live tensor", asynchronous=True, every_steps=1)
-class LiveSnapshot(Hdf5):
-    class made(Hdf5Writer):  # noqa: N801
-        def snapshot(self, state):
-            return State(state.pieces, state.values)
-
-    def writer(self):
-        return self.made()
-
 
 # hook, metric, logger
 
@@ -70,7 +27,7 @@ class _Hook(Hook):
         return self.made()
 
 
-@hook("changed weights of the model in hpctrain_step_end")
+@hook("replicas of .* differ")
 class ChangesWeights(_Hook):
     class made:  # noqa: N801
         @hookimpl
@@ -79,7 +36,7 @@ class ChangesWeights(_Hook):
                 model.pieces[0].tensor.mul_(0.5)
 
 
-@hook("changed weights of the model in hpctrain_evaluation_start")
+@hook("takes back after an evaluation what it changed")
 class ChangesTheModule(_Hook):
     class made:  # noqa: N801
         @hookimpl
@@ -96,7 +53,7 @@ class TurnsGradientsOff(_Hook):
             torch.set_grad_enabled(False)
 
 
-@hook("changed the model's outputs or the batch in place")
+@hook("looks at outputs and batches: it changed")
 class ChangesOutputs(_Hook):
     class made:  # noqa: N801
         @hookimpl
@@ -126,7 +83,7 @@ class _Metric(Metric):
         return self.made()
 
 
-@metric("changed the model's outputs or the batch in place")
+@metric("looks at outputs and batches")
 class ChangingMetric(_Metric):
     class made(RunningMetric):  # noqa: N801
         def update(self, outputs, target):
@@ -200,18 +157,36 @@ class _Scheduler(Scheduler):
     def cancel(self, id, directory): ...
 
 
-class RendersBytes(_Scheduler):
-    name, told = "renders-bytes", r"rendered .*, expected the text of a script"
+scheduler = lambda told: planted("scheduler", "name", told)  # noqa: E731
 
+
+@scheduler("renders the text of a script: rendered bytes")
+class RendersBytes(_Scheduler):
     def render(self, launch):
         return b"#!/bin/sh"
 
 
+@scheduler("gives a state that hpctrain knows: gave .*COMPLETED")
 class StateOfItsOwn(_Scheduler):
-    name, told = "state-of-its-own", r"gave the state .*, expected a JobState whose word is one of pending, running"
-
     def state(self, id):
         return JobState("COMPLETED")
 
 
-SCHEDULERS = [RendersBytes, StateOfItsOwn]
+@hookimpl
+def hpctrain_hook():
+    return of_slot("hook")
+
+
+@hookimpl
+def hpctrain_metric():
+    return of_slot("metric")
+
+
+@hookimpl
+def hpctrain_logger():
+    return [ChangesRows, OpensNothing]
+
+
+@hookimpl
+def hpctrain_scheduler():
+    return of_slot("scheduler")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from hpctrain_plugins.sharding.zero1 import Zero1, Zero1Model
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from faulty.fault import Wrapped, planted
+from faulty.fault import Wrapped, of_slot, planted
 from hpctrain.api import (
     AppliedAxis,
     AxisTraits,
@@ -22,6 +21,7 @@ from hpctrain.api import (
     LossyCompression,
     Parallelism,
     PipelineSchedule,
+    hookimpl,
 )
 from hpctrain.base.torch_groups import WrappingGroup, make_group
 
@@ -61,7 +61,7 @@ class OwnParametersUntold(_Axis):
         return AppliedAxis(module)
 
 
-@axis("cut a micro batch that counts .* into parts that count")
+@axis("trains as one process does: .* evaluation tokens .* is 124, expected 62")
 class WholeBatchForAll(_Axis):
     traits = AxisTraits("xp", 45, "parts of samples")
 
@@ -144,7 +144,7 @@ class NoSum(_Zero0):
             bucket.fill_all()
 
 
-@sharding("left gradients of .* whose norm is .*, expected .*, the norm of the sum over the data-parallel ranks", 2)
+@sharding("trains as one process does: on 2 ranks, the norm of the gradients at step 1", 2)
 class MeanOfGradients(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def synchronize(self):
@@ -153,7 +153,7 @@ class MeanOfGradients(_Zero0):
                 bucket.gradients /= dist.get_world_size()
 
 
-@sharding("left .* parameters in the module with other values than their pieces have after a step and `refresh`", 2)
+@sharding("replicas of .* differ", 2)
 class NoRefresh(Zero1):
     class made(Zero1Model):  # noqa: N801
         def refresh(self): ...
@@ -179,7 +179,7 @@ class _Sum(Compressor):
         dist.all_reduce(gradients, group=self.group)
 
 
-@compression("gave another sum for the same gradients after its state.. was put back")
+@compression("goes on after a resume as if nothing had been")
 class HiddenResidual(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):
@@ -190,7 +190,7 @@ class HiddenResidual(_Compression):
             super().all_reduce(gradients, scale)
 
 
-@compression("gave 1.00 times the gradients that .* ranks had alike, expected their sum")
+@compression("the numbers that it sent are 0.50 of the sums")
 class MeanCompression(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):
@@ -198,7 +198,7 @@ class MeanCompression(_Compression):
             gradients /= self.group.size()
 
 
-@compression("left sums that differ between ranks")
+@compression("left other gradients on each rank")
 class SumOfOneRank(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):
@@ -206,7 +206,7 @@ class SumOfOneRank(_Compression):
             gradients += 1e-3 * dist.get_rank()
 
 
-@compression("gave a finite sum where a rank's gradient was infinite")
+@compression("its sum is not finite where a gradient is not: .* took the update")
 class SwallowsInfinity(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):
@@ -240,8 +240,15 @@ class OtherPlacement(_Schedule):
 # communicator: the backend is registered under the plugin's name
 
 
+communicator = lambda told: planted("communicator", "name", told, 2)  # noqa: E731
+
+
 class _Communicator(Communicator):
     def backend(self):
+        def create(options, _):
+            return self.group(make_group("gloo", options, None))
+
+        dist.Backend.register_backend(self.name, create, extended_api=True, devices=["cpu"])
         return self.name
 
     def device(self, identity):
@@ -271,9 +278,8 @@ class _Over(WrappingGroup):
         return self.inner.reduce_scatter_single(output, source, options)
 
 
+@communicator("torch.distributed give the right numbers: .* all_reduce of ")
 class MeanOfRanks(_Communicator):
-    name, told = "mean-of-ranks", "has a backend whose all_reduce gave"
-
     class group(_Over):  # noqa: N801
         def allreduce(self, tensors, options):
             work = self.inner.allreduce(tensors, options)
@@ -283,24 +289,34 @@ class MeanOfRanks(_Communicator):
             return work
 
 
+@communicator("torch.distributed give the right numbers: .* broadcast from rank 1")
 class BroadcastOfRank0(_Communicator):
-    name, told = "broadcast-of-rank-0", "has a backend whose broadcast gave"
-
     class group(_Over):  # noqa: N801
         def broadcast(self, tensors, options):
             options.rootRank = 0
             return self.inner.broadcast(tensors, options)
 
 
-COMMUNICATORS = [MeanOfRanks, BroadcastOfRank0]
+@hookimpl
+def hpctrain_parallelism():
+    return [*of_slot("parallelism"), CutsFirst, CutsAnew]
 
 
-def register(plugin: Any) -> str:
-    """Register the plugin's backend; returns its name."""
+@hookimpl
+def hpctrain_sharding():
+    return of_slot("sharding")
 
-    def create(options, _):
-        return plugin.group(make_group("gloo", options, None))
 
-    if plugin.name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(plugin.name, create, extended_api=True, devices=["cpu"])
-    return plugin.name
+@hookimpl
+def hpctrain_compression():
+    return of_slot("compression")
+
+
+@hookimpl
+def hpctrain_pipeline_schedule():
+    return of_slot("pipeline_schedule")
+
+
+@hookimpl
+def hpctrain_communicator():
+    return of_slot("communicator")

@@ -14,7 +14,8 @@ from torch import nn
 class Fault:
     """A promise that a plugin breaks.
 
-    tables: of the job, besides those of the test. told: what is said, a regular expression. ranks: the fewest that show it.
+    tables: of the job, besides those of the test. told: a regular expression for what the kit says of it. ranks: the fewest that
+    show it.
     """
 
     plugin: type
@@ -24,15 +25,6 @@ class Fault:
 
     def __str__(self) -> str:
         return self.plugin.__name__
-
-    def tables_over(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The tables of `job` with the plugin, in micro batches of three samples, and with evaluations."""
-        tables = {**job, "evaluation": {"every_steps": 2}, "plugins": {"load": ["faulty"]}}
-        tables["batch"] = {**tables["batch"], "micro_size": 3}
-        for slot, table in self.tables.items():
-            before = {} if slot == "batch" else tables.get(slot, {})
-            tables[slot] = {**before, **table} if isinstance(table, dict) else table
-        return tables
 
 
 FAULTS: list[Fault] = []

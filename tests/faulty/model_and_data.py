@@ -8,10 +8,11 @@ from hpctrain_plugins.dataset.synthetic import Synthetic
 from hpctrain_plugins.model.gpt import GPT
 from torch import nn
 
-from faulty.fault import NAMES, planted
+from faulty.fault import NAMES, of_slot, planted
 from hpctrain.api import (
     Samples,
     Stream,
+    hookimpl,
 )
 
 # model
@@ -51,9 +52,7 @@ class CountOfOneSample(GPT):
         return super().count(batch)
 
 
-@model(
-    "gave the rows 0 to .* other initial values together than one by one, expected values that follow from seed, name and row"
-)
+@model("trains as one process does: on 3 ranks .* before the first step")
 class ValuesByCall(GPT):
     def initialize(self, name, tensor, rows, seed):
         tensor.normal_(std=0.02)
@@ -74,18 +73,13 @@ class ModelByRank(GPT):
         return module
 
 
-packed = lambda told: planted(  # noqa: E731
-    "model", "name", told, batch={"tokens": 60, "micro_tokens": 20, "packing": True}
-)
-
-
-@packed("gave a sample of a packed row the loss .* behind one sample and .* behind another")
+@model("trains packed samples as padded ones")
 class OneForAll(GPT):
     def forward(self, module, batch):
         return module(batch["input_ids"], batch.get("positions"))
 
 
-@packed("gave a sample the loss .* alone in a row and .* behind another one")
+@model("trains packed samples as padded ones")
 class PlacesInTheRow(GPT):
     def forward(self, module, batch):
         of_the_row = torch.arange(batch["input_ids"].shape[1]) // 2 % 8
@@ -179,3 +173,13 @@ class OneBufferStreamed(_Altered):
 
         def fingerprint(self):
             return "one buffer"
+
+
+@hookimpl
+def hpctrain_model():
+    return of_slot("model")
+
+
+@hookimpl
+def hpctrain_dataset():
+    return of_slot("dataset")

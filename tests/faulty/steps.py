@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from hpctrain_plugins.precision.floating import FP32
 
-from faulty.fault import Wrapped, planted
+from faulty.fault import Wrapped, of_slot, planted
 from hpctrain.api import (
     ActivationCheckpointing,
     LossScaler,
     Optimizer,
     OptimizerOptions,
     Schedule,
+    hookimpl,
 )
 
 # optimizer and schedule
@@ -74,7 +75,7 @@ class HiddenMomentum(_Optimizer):
 schedule = lambda told: planted("schedule", "name", told)  # noqa: E731
 
 
-@schedule("gave the factor .* for step 0, and .* before, expected a pure function of the step")
+@schedule("is a pure function of the step: gave")
 class CountingSchedule(Schedule):
     calls: list[int] = []  # noqa: RUF012
 
@@ -83,13 +84,13 @@ class CountingSchedule(Schedule):
         return 1 / len(self.calls)
 
 
-@schedule("gave the factor nan for step 0, expected a number")
+@schedule("gave nan for step 0")
 class NanSchedule(Schedule):
     def factor(self, step, steps):
         return float("nan")
 
 
-@schedule("gave the factor -0.5 for step 3, expected a number that is zero or more")
+@schedule("gave -0.5 for step 3")
 class FallingBelowZero(Schedule):
     def factor(self, step, steps):
         return 1 - step / 2
@@ -113,7 +114,7 @@ class NoContext(FP32):
         return None
 
 
-@precision("scales the loss by 0.0, expected a number above zero")
+@precision("scales the loss by a number above zero: its scale is 0.0")
 class ZeroScale(FP32):
     def start(self):
         scaler = LossScaler()
@@ -121,7 +122,7 @@ class ZeroScale(FP32):
         return scaler
 
 
-@precision("has a loss scaler of scale 32, which is 2 once restored from its state")
+@precision("its scaler's state holds all .* is 2 once 32 was restored")
 class ForgottenScale(FP32):
     class scaler(LossScaler):  # noqa: N801
         scale = 2.0
@@ -157,3 +158,23 @@ class RenamingCheckpointing(ActivationCheckpointing):
 class FreezingCheckpointing(ActivationCheckpointing):
     def apply(self, module, spec, replicas):
         spec.blocks(module)[0].requires_grad_(False)
+
+
+@hookimpl
+def hpctrain_optimizer():
+    return of_slot("optimizer")
+
+
+@hookimpl
+def hpctrain_schedule():
+    return of_slot("schedule")
+
+
+@hookimpl
+def hpctrain_precision():
+    return of_slot("precision")
+
+
+@hookimpl
+def hpctrain_activation_checkpointing():
+    return of_slot("activation_checkpointing")

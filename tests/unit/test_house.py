@@ -31,9 +31,9 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 33_297, "plugins/hpctrain_plugins": 10_912}
+BUDGETS = {"hpctrain": 32_841, "plugins/hpctrain_plugins": 10_912}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
-WORDS = 73_669
+WORDS = 73_515
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 
@@ -107,7 +107,7 @@ def test_plugins_import_what_all_names() -> None:
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
-    assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"
+    assert {*SLOTS, "command", "index", "first", "base", "testing"} == set(pages), "a page for each slot"
     text = "".join([*pages.values(), *map(plugin_pages.contract, plugin_pages.PAGES)])
     assert len(hooks()) == len(SLOTS) + 1 + 14, "one for commands, and the life-cycle hooks"
     for name in hooks():

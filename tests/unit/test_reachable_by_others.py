@@ -29,6 +29,7 @@ STARTS = re.compile(
 CHILDREN = re.compile(r"python_(module|code)|guard_multiprocessing|keep_from_children")
 OTHER_PROGRAMS = {
     "plugins/hpctrain_tools/plan/fit.py": "multiprocessing forks",
+    "plugins/hpctrain_tools/testing/descriptions.py": "bash, which reads a script and runs nothing of it",
     "plugins/hpctrain_tools/plan/processes.py": "multiprocessing forks",
     "hpctrain/training/starts.py": "git",
     "hpctrain/training/deadline.py": "squeue, flux",
@@ -63,6 +64,7 @@ WRITTEN = {
     "plugins/hpctrain_tools/convert/conversion.py": "TOML: `one_line` and tomli_w, read again and compared",
     "plugins/hpctrain_plugins/scheduler/kubernetes/__init__.py": "YAML: read again and compared",
     "plugins/hpctrain_tools/plan/fitted.py": "TOML: tomli_w",
+    "plugins/hpctrain_tools/testing/kit.py": "TOML: tomli_w",
     "hpctrain/checking/resolved.py": "TOML: tomli_w",
     "plugins/hpctrain_tools/submit/prepare.py": "TOML: tomli_w",
     "plugins/hpctrain_tools/commands/bench.py": "TOML: tomli_w",

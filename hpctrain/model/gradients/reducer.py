@@ -15,7 +15,6 @@ from hpctrain.base.torch_private import foreach_copy_
 from hpctrain.contracts.buckets import BucketSum, Finish, GradientBucket
 from hpctrain.contracts.compression import Compression, Compressor, LossyCompression
 from hpctrain.contracts.pieces import Piece
-from hpctrain.model.conformance.trials import try_compressor
 from hpctrain.model.gradients.routes import Routes, find_routes
 from hpctrain.model.mesh import Meshes
 
@@ -47,8 +46,7 @@ class GradientReducer:
         self._axis = next((axis for axis in axes if self._groups[axis].size() > 1), axes[-1])
         self._lossy = compression if isinstance(compression, LossyCompression) else None
         self._routes = self._find_routes(node)
-        self._device_type = meshes.model.device_type
-        self._aside = _Aside(torch.device(self._device_type))
+        self._aside = _Aside(torch.device(meshes.model.device_type))
         self._buckets = 0
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
@@ -58,12 +56,6 @@ class GradientReducer:
         if self._lossy is None:
             return None
         return find_routes(self._groups[self._axis], node, self._lossy.options.inside_nodes)
-
-    def try_compressor(self) -> None:
-        """Raises ContractError if the job's compression can't be relied on. Collective over all ranks."""
-        for group in self._routes.between if self._routes is not None else ():
-            if group is not None and self._lossy is not None:
-                try_compressor(self._lossy, group, torch.device(self._device_type))
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """The sum of such a bucket over `axis`; the same buckets in the same order on all its ranks."""

@@ -1,0 +1,95 @@
+"""A trial of an optimizer on a few random numbers, before the first step: of the user's own one, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.contracts.optimization import Optimizer
+from hpctrain.contracts.plugin import broken
+
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+_LR = 0.01
+_TOLERANCE = 1e-3
+"""Relative to the largest change; rounding errors are below a thousandth of it."""
+
+
+def refuse_idle_optimizer(plugin: Optimizer, build: Build) -> None:
+    """Raises ContractError for an optimizer whose steps change nothing, or that keeps state where no checkpoint finds it.
+
+    Does nothing if the trial itself fails: a third party's optimizer may need a GPU, or other shapes.
+    """
+    values, *gradients = _random(4)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            changes = _changes(build, values, gradients[:2], 1)
+            same = _goes_on_alike(build, values, gradients)
+    except Exception:
+        return
+    if not changes.any():
+        raise broken(
+            plugin,
+            "changed nothing in two steps on random gradients",
+            "a `step` that updates each parameter with a gradient",
+        )
+    if not same:
+        found = "makes another step after its state and its groups' numbers were put into a new optimizer"
+        raise broken(plugin, found, "everything that lasts from step to step in `state` or in the groups")
+
+
+def updates_parts_alike(build: Build) -> bool:
+    """Whether an optimizer changes half of a matrix as it changes that half within the whole, in two steps on random values.
+
+    An optimizer that reads the whole matrix (Muon, LAMB) gives another result on each layout. If the trial itself fails, or
+    compares random numbers, the answer is True.
+    """
+    values, *gradients = _random(3)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            whole, halves = (_changes(build, values, gradients, count) for count in (1, 2))
+            draws = not torch.equal(before, torch.get_rng_state())
+    except Exception:  # a third party's optimizer may need a GPU, or other shapes
+        return True
+    return draws or bool((whole - halves).abs().max() <= _TOLERANCE * whole.abs().max())
+
+
+def _random(count: int) -> Tensor:
+    """(count, 8, 6)"""
+    return 0.1 * torch.randn(count, 8, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+
+
+def _changes(build: Build, values: Tensor, gradients: list[Tensor], count: int) -> Tensor:
+    """The change after some steps of a matrix that is split into `count` parameters."""
+    parts = [nn.Parameter(part.clone()) for part in values.chunk(count)]
+    optimizer = build([{"params": parts, "lr": _LR}])
+    for gradient in gradients:
+        for part, share in zip(parts, gradient.chunk(count), strict=True):
+            part.grad = share.clone()
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts]) - values
+
+
+def _goes_on_alike(build: Build, values: Tensor, gradients: list[Tensor]) -> bool:
+    """Whether a new optimizer with the state of another one makes the same step."""
+    first = nn.Parameter(values.clone())
+    optimizer = build([{"params": [first], "lr": _LR}])
+    for gradient in gradients[:-1]:
+        first.grad = gradient.clone()
+        optimizer.step()
+    second = nn.Parameter(first.detach().clone())
+    other = build([{"params": [second], "lr": _LR}])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = first.detach().clone()
+    for parameter, one in ((first, optimizer), (second, other)):
+        parameter.grad = gradients[-1].clone()
+        torch.default_generator.manual_seed(0)  # as a run seeds what a step draws
+        one.step()
+    difference, change = (first - second).abs().max(), (first - before).abs().max()
+    overflows = not change.isfinite()  # with a weight decay of 1e16, say: such numbers tell nothing
+    return overflows or bool(difference <= _TOLERANCE * change)

@@ -1,0 +1,183 @@
+"""A hook that keeps what a run of the kit trains, step by step: losses, gradients, parameters, and what ranks disagree on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpctrain.api import Control, Field, Hook, Job, LiveModel, Options, gather_values, hookimpl, version_of
+from hpctrain_tools.testing.collectives import wrong_collectives
+
+DIRECTORY = "record"
+"""The directory of a file for each step, which rank 0 writes; beside the run's."""
+
+
+class RecorderOptions(Options):
+    diverges: bool = Field(default=False, description="whether ranks may hold different values between evaluations")
+    stop: int = Field(default=0, description="the step after which the run is ended in order; 0 is never")
+    collectives: bool = Field(default=False, description="whether the operations of the communicator are tried, too")
+
+
+class Recorder(Hook):
+    """Keeps what the kit compares."""
+
+    name = "record"
+    Options = RecorderOptions
+    options: RecorderOptions
+
+    def start(self) -> _Recording:
+        return _Recording(self.options)
+
+
+class _Recording:
+    """One run. Each rank takes part; rank 0 writes. The hooks of the other plugins are called between `begin` and the rest of each
+    wrapper."""
+
+    def __init__(self, options: RecorderOptions) -> None:
+        self._options, self._diverges, self._directory = options, options.diverges, Path()
+        self._notes: list[tuple[str, str]] = []
+        """Promises that do not hold on this rank, and what was found."""
+        self._before: dict[str, Tensor] = {}
+        """The parameters before the evaluation."""
+
+    @hookimpl
+    def hpctrain_job_start(self, job: Job, step: int, model: LiveModel) -> None:
+        self._directory = job.output_dir.parent / DIRECTORY
+        self._directory.mkdir(exist_ok=True)
+        if self._options.collectives:
+            self._notes += [
+                ("the operations of torch.distributed give the right numbers", one)
+                for one in wrong_collectives(model.device)
+            ]
+        if not self._diverges:
+            self._write(step, {"parameters": self._values(model)}, model)
+
+    @hookimpl(wrapper=True)
+    def hpctrain_outputs(self, batch: Any, outputs: Any) -> Generator[None, object, object]:
+        tensors = [*_tensors(outputs), *_tensors(batch)]
+        before = [version_of(one) for one in tensors]
+        found = yield
+        if [version_of(one) for one in tensors] != before:
+            self._note("looks at outputs and batches", "changed the model's outputs or the batch in hpctrain_outputs")
+        return found
+
+    @hookimpl(wrapper=True)
+    def hpctrain_step_end(
+        self, step: int, metrics: dict[str, Any], model: LiveModel, control: Control
+    ) -> Generator[None, object, object]:
+        gradients = {} if self._diverges else {name: model.gradient(name).cpu() for name in model.shapes}
+        found = yield
+        if not torch.is_grad_enabled():
+            self._note("leaves torch's settings alone", "left torch.set_grad_enabled(False) behind")
+        if not model.module.training:
+            self._note("leaves the model in training mode", "left the module in evaluation mode")
+        kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}
+        if not self._diverges:
+            kept["parameters"] = self._values(model)
+        self._write(step, kept, model)
+        if step == self._options.stop:
+            control.stop("the kit resumes it")
+        return found
+
+    @hookimpl(wrapper=True)
+    def hpctrain_evaluation_start(self, model: LiveModel) -> Generator[None, object, object]:
+        self._before = {} if self._diverges else self._values(model)
+        found = yield
+        if not self._diverges:
+            self._values(model)
+        return found
+
+    @hookimpl(wrapper=True)
+    def hpctrain_evaluation_end(self, model: LiveModel) -> Generator[None, object, object]:
+        found = yield
+        now = {} if self._diverges else self._values(model)
+        other = [name for name, value in now.items() if not torch.equal(value, self._before[name])]
+        if other:
+            self._note(
+                "takes back after an evaluation what it changed for it",
+                f"left {other[0]} with other values than before",
+            )
+        return found
+
+    @hookimpl(trylast=True)
+    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], model: LiveModel) -> None:
+        everyone = gather_values({key: one for key, one in metrics.items() if "second" not in key})
+        for rank, other in enumerate(everyone):
+            if not all(_same(other.get(key), one) for key, one in everyone[0].items()):
+                self._note(
+                    "an evaluation gives the same on all ranks", f"gave {other} on rank {rank}, {everyone[0]} on rank 0"
+                )
+        self._write(step, {"evaluation": dict(metrics)}, model)
+
+    def _values(self, model: LiveModel) -> dict[str, Tensor]:
+        """The full parameters; notes what the module has besides, and replicas that differ. Collective."""
+        values = {name: model.value(name).cpu() for name in model.shapes}
+        here = dict(model.module.named_parameters())
+        for name, value in values.items():
+            found = here.get(name)
+            if found is None or isinstance(found, DTensor) or found.shape != value.shape:
+                continue
+            if not torch.equal(
+                found.detach().cpu().to(value.dtype).nan_to_num(), value.to(found.dtype).to(value.dtype).nan_to_num()
+            ):
+                self._note(
+                    "the module has the values of the pieces",
+                    f"left {name} in the module with other values than its pieces have",
+                )
+        self._compare_replicas(model)
+        return values
+
+    def _compare_replicas(self, model: LiveModel) -> None:
+        mine = [[one.name, list(one.offsets), list(one.tensor.shape), _checksum(one.tensor)] for one in model.pieces]
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, pieces in enumerate(gather_values(mine)):
+            for name, offsets, shape, checksum in pieces:
+                owner, other = first.setdefault(f"{name} {offsets} {shape}", (rank, checksum))
+                if other != checksum:
+                    self._note(
+                        "replicas hold the same numbers",
+                        f"left {name} with other values on rank {rank} than on rank {owner}",
+                    )
+
+    def _note(self, promise: str, found: str) -> None:
+        self._notes.append((promise, found))
+
+    def _write(self, step: int, kept: dict[str, Any], model: LiveModel) -> None:
+        """Collective."""
+        notes = [note for of_rank in gather_values(self._notes) for note in of_rank]
+        self._notes = []
+        if dist.get_rank() == 0:
+            path = self._directory / f"{step:04}.pt"
+            before = torch.load(path) if path.exists() else {}
+            kept["notes"] = [*before.get("notes", []), *notes]
+            kept["pieces"] = [piece.name for piece in model.pieces]
+            torch.save({**before, **kept}, path)
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other or (
+        isinstance(one, float) and isinstance(other, float) and abs(one - other) <= 1e-6 * abs(other)
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [] if value.is_inference() else [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for one in inner for tensor in _tensors(one)]
+
+
+@hookimpl
+def hpctrain_hook() -> list[type[Hook]]:
+    return [Recorder]

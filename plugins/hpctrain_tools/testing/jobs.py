@@ -1,0 +1,167 @@
+"""The jobs of the kit: small enough for milliseconds, odd enough to show what breaks in silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.api import Plugin
+
+STEPS = 8
+"""Optimizer steps of a run."""
+MIDDLE = 4
+"""The step after which a run is ended and resumed."""
+VOCABULARY, LENGTH = 61, 8
+"""No number of ranks divides the vocabulary."""
+
+JOB: dict[str, Any] = {
+    "job": {"name": "kit", "steps": STEPS, "seed": 5, "output_dir": "out"},
+    "model": {
+        "name": "gpt", "hidden_size": 20, "layers": 4, "attention_heads": 2, "vocab_size": VOCABULARY, "max_seq_length": LENGTH,
+    },
+    "dataset": {"name": f"{__name__}:rows"},
+    "optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.5},
+    "batch": {"global_size": 12, "micro_size": 2},
+    "evaluation": {"every_steps": 3},
+    "checkpoint": {"every_steps": MIDDLE, "keep": 9},
+    "precision": {"mode": "fp32"},
+}  # fmt: skip
+"""SGD, since AdamW hides a gradient that is scaled; the clipping binds in some steps."""
+ODD: dict[str, Any] = {"model": {"name": f"{__name__}:Odd", "loss": f"{__name__}:loss_of_rows"}}
+"""Tables of a model with tied, frozen and unused parameters, dropout and a buffer that a forward changes."""
+SPIKING: dict[str, Any] = {
+    "model": {"name": f"{__name__}:Odd", "loss": f"{__name__}:spiking_loss"},
+    "guard": {"non_finite": "skip"},
+}
+"""Tables of a model of which a gradient on one rank is infinite in some steps, which are left out."""
+_USUAL: dict[str, dict[str, Any]] = {
+    "model": {key: value for key, value in JOB["model"].items() if key != "name"},
+    "dataset": {"samples": 60, "validation_samples": 13},
+    "optimizer": {"lr": 0.05},
+    "compression": {"inside_nodes": True},
+}
+"""Options by slot that a plugin gets if it has them."""
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Tokens of which some have no label: samples count differently, and some count nothing."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self._seed + index)
+        ids = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
+        labels = ids[1:].clone()
+        labels[: index % (LENGTH + 1)] = -100
+        return {"input_ids": ids[:-1], "labels": labels}
+
+
+def rows(split: str) -> Rows | None:
+    """The data of the kit. 13 samples to evaluate: ranks have unlike numbers of them."""
+    return {"train": Rows(60, 1), "validation": Rows(13, 2)}.get(split)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(0.1)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        found: Tensor = hidden + self.scale * self.dropout(torch.tanh(self.inner(hidden)))
+        return found
+
+
+class Odd(nn.Module):
+    """A language model with whatever models have."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
+        self.frozen, self.unused = nn.Linear(width, width), nn.Linear(3, 5)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found: Tensor = self.head(hidden + self.frozen(hidden))
+        return found
+
+
+def loss_of_rows(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each row, `(rows,)`."""
+    losses = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(labels).sum(1) / LENGTH
+
+
+class _Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def spiking_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """As `loss_of_rows`, with an infinite gradient of one row in sixty: of one rank, in some steps."""
+    losses = loss_of_rows(outputs, labels)
+    is_first = (labels[:, -1] == _first_label()) & (labels[:, 0] != -100)
+    return torch.where(is_first, _Spike.apply(losses), losses) if is_first.any() else losses  # type: ignore[no-untyped-call]
+
+
+def _first_label() -> int:
+    return int(Rows(1, 1)[0]["labels"][-1])
+
+
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Job tables, the later ones on top of the earlier. A table that names another plugin replaces the one before."""
+    found: dict[str, Any] = {}
+    for one in tables:
+        for name, table in one.items():
+            before = found.get(name)
+            if not isinstance(before, dict) or not isinstance(table, dict) or _is_of_another(before, table):
+                found[name] = table
+            else:
+                found[name] = {**before, **table}
+    return found
+
+
+def _is_of_another(before: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    return bool(table.get("name", before.get("name")) != before.get("name"))
+
+
+def placed(slot: str, plugin: type[Plugin], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a job that chooses the plugin, with its usual options and `options`."""
+    usual = {key: value for key, value in _USUAL.get(slot, {}).items() if key in plugin.Options.model_fields}
+    table = {**usual, **options}
+    key = {"precision": "mode", "activation_checkpointing": "mode", "checkpoint": "format"}.get(slot, "name")
+    if slot == "parallelism":
+        return {slot: {plugin.name: {"size": 2, **table} if table else 2}}
+    if slot == "pipeline_schedule":
+        return {"parallelism": {"pipeline": {"size": 2, "schedule": plugin.name}}}
+    if slot in ("hook", "metric", "logger"):
+        return {slot: [{"name": plugin.name, **table}]}
+    return {slot: {key: plugin.name, **table}}
+
+
+def described(plugin: type[Plugin]) -> str:
+    """The plugin's documentation."""
+    return inspect.cleandoc(plugin.__doc__ or "")

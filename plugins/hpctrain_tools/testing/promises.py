@@ -1,0 +1,332 @@
+"""The promises of each slot, as runs that must train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hpctrain_tools.testing.descriptions import PROMISES as OF_DESCRIPTIONS
+from hpctrain_tools.testing.jobs import MIDDLE, ODD, SPIKING, STEPS, merged
+from hpctrain_tools.testing.kit import Kit, Layout
+from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
+
+TRAINS, AGAIN, RESUMED = (
+    "trains as one process does",
+    "trains alike twice",
+    "goes on after a resume as if nothing had been",
+)
+_LOSSES = ("row", "evaluation")
+_TOKENS: dict[str, Any] = {
+    "dataset": {"name": "synthetic", "samples": 60, "validation_samples": 13, "min_length": 2},
+    "batch": {"global_size": None, "micro_size": None, "tokens": 60, "micro_tokens": 20},
+}
+"""Tables of batches by tokens, of samples of several lengths."""
+
+
+def examine(kit: Kit) -> None:
+    """Examine what the plugin promises; the kit has the findings."""
+    for promise in (OF_DESCRIPTIONS.get(kit.slot), _PROMISES.get(kit.slot)):
+        if promise is not None:
+            promise(kit)
+
+
+def _layouts(kit: Kit, *stages: int) -> Iterator[Layout]:
+    """Each number of ranks, with each of the stages in turn."""
+    for place, ranks in enumerate(one for one in kit.ranks if one > 1):
+        yield Layout(ranks, {"sharding": {"stage": stages[place % len(stages)]}} if stages else {})
+
+
+def _begins(kit: Kit, *tables: Mapping[str, Any]) -> Record | None:
+    """The run of one process, from which others may not differ; None if it fails."""
+    found = kit.train(*tables)
+    if found.code == 2:
+        kit.breaks("trains the kit's job", f"{found.ending}; give check_plugin a job with what it needs")
+        return None
+    return found if kit.expect("trains the kit's job", found) else None
+
+
+def _resumed(
+    kit: Kit, whole: Record, layout: Layout, then: Layout, tolerance: float = CLOSE, *tables: Mapping[str, Any]
+) -> None:
+    found = kit.train(*tables, layout=layout, then=then)
+    where = f"{layout}, resumed after step {MIDDLE} on {then}"
+    if kit.expect(RESUMED, found, whole, tolerance, where) and f"from step {MIDDLE}" not in found.screen:
+        kit.breaks(RESUMED, f"on {where}, it began anew")
+
+
+def _alone(kit: Kit, *others: int, tables: tuple[Mapping[str, Any], ...] = ()) -> None:
+    """A plugin whose run on one process is the reference: its other layouts, and its resumes. others: stages."""
+    whole = _begins(kit, *tables)
+    if whole is None:
+        return
+    kit.expect(TRAINS, kit.train({"batch": {"micro_size": 12}}, *tables), whole, where="one micro batch of all samples")
+    layouts = [*_layouts(kit, *others)]
+    for layout in layouts:
+        kit.expect(TRAINS, kit.train(*tables, layout=layout), whole, where=str(layout))
+    _resumed(kit, whole, Layout(1), Layout(1), EXACT, *tables)
+    if layouts:
+        _resumed(kit, whole, layouts[0], layouts[-1], CLOSE, *tables)
+
+
+def _model(kit: Kit) -> None:
+    _alone(kit, 1, 3, 2)
+    whole = kit.train()
+    full = {"activation_checkpointing": {"mode": "full"}}
+    for layout in [*_layouts(kit, 0)][:1]:
+        kit.expect(TRAINS, kit.train(full, layout=layout), whole, where=f"{layout}, and full activation checkpointing")
+    rows = kit.train(_TOKENS)
+    if rows.code == 0:
+        packed = merged(_TOKENS, {"batch": {"packing": True}})
+        kit.expect("trains packed samples as padded ones", kit.train(packed), rows, where="rows of several samples")
+
+
+def _dataset(kit: Kit) -> None:
+    _alone(kit)
+    whole = kit.train()
+    loaders = {"dataset": {**kit.tables["dataset"], "workers": 2}}
+    kit.expect("loads the same samples in workers", kit.train(loaders), whole, EXACT, "2 workers of a loader")
+
+
+def _optimizer(kit: Kit) -> None:
+    _alone(kit, 1, 3, 2)
+    whole = kit.train()
+    first = whole.steps.get(1, {}).get("parameters", {})
+    if first and not any((one != whole.steps[0]["parameters"][name]).any() for name, one in first.items()):
+        kit.breaks("its step updates each parameter", "no parameter changed in the first step")
+    odd = kit.train(ODD)
+    for layout in [*_layouts(kit, 2, 3)]:
+        kit.expect(
+            TRAINS, kit.train(ODD, layout=layout), odd, where=f"{layout}, a model with tied and unused parameters"
+        )
+
+
+def _schedule(kit: Kit) -> None:
+    whole = _begins(kit)
+    if whole is not None:
+        _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+        for layout in [*_layouts(kit, 1)][:1]:
+            kit.expect(TRAINS, kit.train(layout=layout), whole, where=str(layout))
+
+
+def _in_place(kit: Kit, layouts: list[Layout], tolerance: float, what: tuple[str, ...] = (*_LOSSES, "parameters", "gradients"),
+              models: tuple[Mapping[str, Any], ...] = ({}, ODD)) -> None:  # fmt: skip
+    """A plugin that must train as the first-party one in its place does on one process. models: tables."""
+    for model in models:
+        whole = kit.train(model, own=False)
+        of = ", a model with tied, frozen and unused parameters" if model else ""
+        for layout in layouts:
+            kit.expect(TRAINS, kit.train(model, layout=layout), whole, tolerance, f"{layout}{of}", what)
+        if layouts and not model:
+            first, last = layouts[0], layouts[-1]
+            _resumed(kit, whole, last, last, tolerance)
+            _resumed(kit, whole, last, first, tolerance)
+
+
+def _parallelism(kit: Kit) -> None:
+    # an axis of two ranks, and two of them side by side
+    own = [Layout(2), Layout(4), Layout(4, {"sharding": {"stage": 3}})]
+    whole = kit.train(own=False)
+    if not any(kit.train(layout=one).code == 0 for one in own):
+        kit.breaks("trains the kit's job", f"on {own[0]}, the run ended: {kit.train(layout=own[0]).ending}")
+        return
+    for layout in own:
+        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE, str(layout))
+    kit.expect(
+        TRAINS,
+        kit.train(ODD, layout=own[0]),
+        kit.train(ODD, own=False),
+        CLOSE,
+        f"{own[0]}, a model with tied parameters",
+    )
+    _resumed(kit, whole, own[0], own[0])
+    _resumed(kit, whole, own[0], own[1])
+
+
+def _pipeline_schedule(kit: Kit) -> None:
+    _parallelism(kit)
+
+
+def _sharding(kit: Kit) -> None:
+    layouts = [Layout(ranks) for ranks in kit.ranks]
+    if getattr(kit.plugin, "ranks_diverge", False):
+        for layout in layouts:
+            found = kit.train(layout=layout)
+            kit.expect("trains the kit's job", found, where=str(layout))
+            kit.expect(
+                AGAIN,
+                kit.train({"job": {**kit.job["job"], "name": "again"}}, layout=layout),
+                found,
+                EXACT,
+                str(layout),
+                _LOSSES,
+            )
+            resumed = kit.train(layout=layout, then=layout)
+            kit.expect(RESUMED, resumed, found, EXACT, str(layout), _LOSSES)
+        return
+    _in_place(kit, layouts, CLOSE)
+
+
+def _precision(kit: Kit) -> None:
+    whole = _begins(kit)
+    if whole is None:
+        return
+    exact = kit.train(own=False)
+    kit.expect("learns what fp32 learns", whole, exact, ALIKE, what=("evaluation",))
+    wide = all(one.element_size() > 2 for one in whole.steps[0]["parameters"].values()) and _agree(whole, exact)
+    for layout in _layouts(kit, 0, 3):
+        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE if wide else ALIKE, str(layout), _LOSSES)
+        _resumed(kit, kit.train(layout=layout), layout, layout, EXACT)
+    kit.expect("trains the kit's job", kit.train(ODD))
+
+
+def _agree(one: Record, other: Record) -> bool:
+    return abs(one.loss - other.loss) <= CLOSE * abs(other.loss)
+
+
+def _activation_checkpointing(kit: Kit) -> None:
+    _in_place(kit, [Layout(1), *_layouts(kit, 3, 2)], CLOSE)
+
+
+def _compression(kit: Kit) -> None:
+    free = {"optimizer": {"clip_norm": 1e6}}  # a clipped gradient doesn't show its size
+    whole = kit.train(free, own=False)
+    for layout in _layouts(kit, 0, 2):
+        found = kit.train(free, layout=layout)
+        if kit.expect("trains the kit's job", found, where=str(layout)):
+            _compare_sums(kit, found, whole, str(layout))
+            _resumed(kit, found, layout, layout, EXACT, free)
+        spiked = kit.train(SPIKING, layout=layout)
+        plain = kit.train(SPIKING, layout=layout, own=False)
+        told = [
+            step for step in plain.steps if step in spiked.steps and _skipped(plain, step) != _skipped(spiked, step)
+        ]
+        if spiked.code != 0 or told:
+            how = (
+                f"took the update of step {told[0]}, whose gradient is infinite on one rank" if told else spiked.ending
+            )
+            kit.breaks("its sum is not finite where a gradient is not", f"on {layout}, it {how}")
+
+
+def _compare_sums(kit: Kit, found: Record, whole: Record, where: str) -> None:
+    """A compression may leave numbers out of the first gradients; those that it sends are nearly the sums."""
+    sums, wanted = (
+        torch.cat([one.flatten().double() for one in record.steps[1]["gradients"].values()])
+        for record in (found, whole)
+    )
+    sent = sums != 0
+    ratio = float((sums * wanted)[sent].sum() / (wanted * wanted)[sent].sum()) if sent.any() else 0.0
+    if not 0.75 < ratio < 1.25:
+        kit.breaks(
+            "its sum is that of the gradients, nearly",
+            f"on {where}, the numbers that it sent are {ratio:.2f} of the sums",
+        )
+    if abs(found.loss - whole.loss) > 0.1 * abs(whole.loss):
+        kit.breaks(
+            "learns what a job without it learns",
+            f"on {where}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it",
+        )
+
+
+def _skipped(record: Record, step: int) -> bool:
+    before, now = (record.steps.get(one, {}).get("parameters") for one in (step - 1, step))
+    return before is not None and now is not None and all((now[name] == before[name]).all() for name in now)
+
+
+def _checkpoint(kit: Kit) -> None:
+    whole = kit.train(own=False)
+    layouts = [Layout(1), *_layouts(kit, 1, 3)]
+    beside = {"checkpoint": {**kit.tables["checkpoint"], "every_steps": MIDDLE, "keep": 9, "asynchronous": True}}
+    for tables, how in (({}, ""), (beside, ", saved in the background")):
+        found = kit.train(tables)
+        kit.expect(TRAINS, found, whole, EXACT, f"one rank{how}")
+        for layout, then in (
+            (layouts[0], layouts[0]),
+            (layouts[-1], layouts[-1]),
+            (layouts[-1], layouts[0]),
+            (layouts[0], layouts[-1]),
+        ):
+            _resumed(kit, whole, layout, then, CLOSE, tables)
+    odd = kit.train(ODD, own=False)
+    _resumed(kit, odd, layouts[-1], layouts[0], CLOSE, ODD)
+    from hpctrain_tools.testing.checkpoints import examine_files
+
+    examine_files(kit, [kit.train(), kit.train(beside), kit.train(layout=layouts[-1])])
+
+
+def _communicator(kit: Kit) -> None:
+    layouts = [*_layouts(kit, 0, 3, 1)]
+    _in_place(kit, layouts, CLOSE, models=({},))
+    tables = {"parallelism": {"pipeline": 2}}
+    kit.expect(TRAINS, kit.train(tables, layout=Layout(2)), kit.train(own=False), CLOSE, "a pipeline of 2 ranks")
+
+
+def _logger(kit: Kit) -> None:
+    whole = kit.train(own=False)
+    for layout in (Layout(1), *_layouts(kit, 0)):
+        found = kit.train(layout=layout)
+        kit.expect("changes nothing of a training", found, whole, EXACT if layout.ranks == 1 else CLOSE, str(layout))
+        if "gets no more rows" in found.screen:
+            line = next(one for one in found.screen.splitlines() if "gets no more rows" in one)
+            kit.breaks("takes each row", f"on {layout}, {line}")
+    _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+
+
+def _hook(kit: Kit) -> None:
+    whole = _begins(kit)
+    if whole is None:
+        return
+    for layout in _layouts(kit, 1, 3):
+        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE, str(layout))
+    if max(whole.steps) == STEPS:
+        _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+        for layout in [*_layouts(kit, 1)][:1]:
+            _resumed(kit, whole, layout, Layout(1), CLOSE)
+
+
+def _metric(kit: Kit) -> None:
+    whole = _begins(kit)
+    if whole is None:
+        return
+    kit.expect("changes nothing of a training", whole, kit.train(own=False), EXACT, what=("row", "parameters"))
+    after = {"metric": [*kit.tables["metric"], {"name": "perplexity"}]}
+    if kit.plugin.name != "perplexity":
+        alone = kit.train({"metric": [{"name": "perplexity"}]}, own=False)
+        kit.expect("looks at outputs and batches", kit.train(after), alone, EXACT, "a metric behind it")
+    kit.expect(
+        "measures alike in other batches",
+        kit.train({"batch": {"micro_size": 12}}),
+        whole,
+        CLOSE,
+        "one micro batch of 12",
+    )
+    for layout in _layouts(kit, 0, 3):
+        kit.expect("measures as one process does", kit.train(layout=layout), whole, CLOSE, str(layout))
+    _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+
+
+def _profile(kit: Kit) -> None:
+    whole = kit.train(own=False)
+    for layout in (Layout(1), *_layouts(kit, 0)):
+        kit.expect("changes nothing of a training", kit.train(layout=layout), whole, CLOSE, str(layout))
+
+
+_PROMISES: dict[str, Callable[[Kit], None]] = {
+    "activation_checkpointing": _activation_checkpointing,
+    "checkpoint": _checkpoint,
+    "communicator": _communicator,
+    "compression": _compression,
+    "dataset": _dataset,
+    "hook": _hook,
+    "logger": _logger,
+    "metric": _metric,
+    "model": _model,
+    "optimizer": _optimizer,
+    "parallelism": _parallelism,
+    "pipeline_schedule": _pipeline_schedule,
+    "precision": _precision,
+    "profile": _profile,
+    "schedule": _schedule,
+    "sharding": _sharding,
+}

@@ -1,0 +1,147 @@
+"""Numbers of a run, as the recorder kept them, and the first difference between two runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXACT, CLOSE, ALIKE = 1e-6, 2e-4, 5e-2
+"""Relative tolerances: of the same sums in the same order; in another order; in other dtypes."""
+_NEGLIGIBLE = 1e-3
+"""A tensor whose norm is below this share of all tensors' is compared by all tensors' norm."""
+_NOISE = 1e-5
+"""A gradient whose norm is below this share of all gradients' may be rounding errors, as that of the keys' biases in attention. An
+optimizer that divides by its size makes whole steps of them, so such parameters are not compared."""
+_SAID = re.compile(r"^hpctrain: (?!warning)(.*)", re.MULTILINE)
+_RAISED = re.compile(r"^((?:\w[\w.]*(?:Error|Exception)\b|job\.toml).*)", re.MULTILINE)
+
+
+@dataclass
+class Record:
+    """A run. code: its exit code. steps: by number what was kept: "row", "gradients", "parameters", "evaluation"."""
+
+    code: int
+    screen: str
+    directory: Path
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    @staticmethod
+    def read(code: int, screen: str, directory: Path) -> Record:
+        """The record below the directory of a run."""
+        found = Record(code, screen, directory)
+        for path in sorted((directory / "record").glob("*.pt")):
+            found.steps[int(path.stem)] = kept = torch.load(path)
+            found.notes += kept["notes"]
+        return found
+
+    @property
+    def ending(self) -> str:
+        """The end of a run that failed, in a sentence."""
+        said = [one for one in _SAID.findall(self.screen) if not one.endswith("failed:")] or _RAISED.findall(
+            self.screen
+        )
+        return said[0] if said else f"exit code {self.code}: {self.screen[-300:].strip() or 'without a word'}"
+
+    @property
+    def loss(self) -> float:
+        """The last step's loss."""
+        return float(self.steps[max(self.steps)]["row"]["loss"])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number in which two runs part."""
+
+    step: int
+    what: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        when = f"at step {self.step}" if self.step else "before the first step"
+        return f"{self.what} {when} is {self.found}, expected {self.expected}"
+
+
+def first_difference(
+    found: Record,
+    expected: Record,
+    tolerance: float,
+    what: tuple[str, ...] = ("parameters", "row", "gradients", "evaluation"),
+) -> Difference | None:
+    """The first step and number that differ by more than the tolerance; the tensor, if the tensors show it."""
+    noise = _noise(expected)
+    for step in sorted(expected.steps):
+        if step not in found.steps:
+            return Difference(step, "the record", "missing", f"{max(expected.steps)} steps")
+        for difference in _differences(found.steps[step], expected.steps[step], tolerance, what):
+            if difference[0].rpartition(" ")[2] not in noise:
+                return Difference(step, *difference)
+    return None
+
+
+def _noise(record: Record) -> set[str]:
+    """The parameters whose gradient may be nothing but rounding errors in some step."""
+    found = set()
+    for kept in record.steps.values():
+        norms = {name: float(one.double().norm()) for name, one in kept.get("gradients", {}).items()}
+        least = _NOISE * math.hypot(*norms.values()) if norms else 0.0
+        found |= {name for name, norm in norms.items() if 0 < norm < least}
+    return found
+
+
+def _differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, what: tuple[str, ...]
+) -> Iterator[tuple[str, str, str]]:
+    order = ("row", "gradients", "parameters", "evaluation")
+    for kind in (one for one in order if one in what and one in expected and one in found):
+        if kind in ("row", "evaluation"):
+            yield from _numbers(found[kind], expected[kind], tolerance)
+        else:
+            yield from _tensors(found[kind], expected[kind], tolerance, kind.removesuffix("s"))
+
+
+def _numbers(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> Iterator[tuple[str, str, str]]:
+    compared = [key for key in expected if key in ("loss", "grad_norm", "lr") or key.startswith("evaluation_")]
+    for key in compared:
+        one, other = found.get(key), expected[key]
+        if not isinstance(other, (int, float)):
+            continue
+        if one is None or not _close(float(one), float(other), tolerance):
+            yield f"the {key.replace('_', ' ').replace('grad norm', 'norm of the gradients')}", f"{one}", f"{other}"
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    return (
+        abs(one - other) <= tolerance * max(abs(other), 1e-6) or (math.isnan(one) and math.isnan(other)) or one == other
+    )
+
+
+def _tensors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, kind: str
+) -> Iterator[tuple[str, str, str]]:
+    all_norms = math.sqrt(sum(float(one.double().norm()) ** 2 for one in expected.values() if one.numel()))
+    for name, other in expected.items():
+        one = found.get(name)
+        if one is None or one.shape != other.shape:
+            shape = None if one is None else tuple(one.shape)
+            yield f"the shape of the {kind} {name}", f"{shape}", f"{tuple(other.shape)}"
+            continue
+        size = max(float(other.double().norm()), _NEGLIGIBLE * all_norms)
+        distance = float((one.double() - other.double()).norm())
+        if distance > tolerance * size or (
+            math.isnan(distance) and not torch.equal(one.nan_to_num(), other.nan_to_num())
+        ):
+            norms = f"{float(one.double().norm()):.6g}", f"{float(other.double().norm()):.6g}"
+            yield (
+                f"the norm of the {kind} {name}",
+                norms[0],
+                f"{norms[1]} (the norm of the difference is {distance:.2g})",
+            )
