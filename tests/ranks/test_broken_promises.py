@@ -16,6 +16,17 @@ from hpctrain.model.conformance.trials import try_communicator
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2), pytest.mark.shown_on(2)]
 
 
+@pytest.mark.cases(
+    thorough=[
+        "ModelByRank",
+        "MetricOfARank",
+        "WholeBatchForAll",
+        "OtherSamples",
+        "NoSum",
+        "MeanOfGradients",
+        "NoRefresh",
+    ]
+)
 @pytest.mark.parametrize("fault", [one for one in FAULTS if one.ranks == 2], ids=str)
 def test_a_broken_promise_is_told_on_all_ranks(root: Any, fault: Fault) -> None:
     """Each of these would train on in silence with other numbers."""
@@ -23,6 +34,7 @@ def test_a_broken_promise_is_told_on_all_ranks(root: Any, fault: Fault) -> None:
         train_here(fault.tables_over({**TINY, "job": {"name": "faulty", "steps": 4, "output_dir": str(root)}}))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 @pytest.mark.shown_on(4)
 def test_an_axis_that_undoes_the_cut_of_another_is_told(root: Any) -> None:

@@ -18,6 +18,7 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, ContractError,
 from hpctrain.cli import cli
 
 
+@pytest.mark.cases(thorough=["ForgottenScale", "ReadsZeros", "LosesAValue", "RecognizesNothing", "ListsNoModel"])
 @pytest.mark.parametrize("fault", [one for one in FAULTS if one.ranks == 1], ids=str)
 def test_a_broken_promise_is_told(fault: Fault, tmp_path: Path) -> None:
     """Each of these would train on in silence, with other numbers or into a checkpoint that nobody can read."""

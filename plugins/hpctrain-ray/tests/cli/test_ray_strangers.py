@@ -43,7 +43,12 @@ JOB = '[job]\nname = "j"\nsteps = 1\n[scheduler.ray]\n'
 
 def reads(python: str) -> bool:
     """Whether the other user can run this environment."""
-    words = ["env", python, "-c", "import ray, hpctrain_ray"]  # env: a python she can't reach is its error, not one here
+    words = [
+        "env",
+        python,
+        "-c",
+        "import ray, hpctrain_ray",
+    ]  # env: a python she can't reach is its error, not one here
     how: Any = {"user": STRANGER, "group": STRANGER, "extra_groups": [], "capture_output": True}
     return not subprocess.run(words, cwd="/", **how).returncode
 
@@ -87,7 +92,7 @@ def answers(port: int) -> bool:
     return True
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("owner", ["ours", "hers"])
 def test_her_cluster_is_not_asked(owner: str, place: tuple[Path, str], tmp_path: Path) -> None:
