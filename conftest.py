@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import open_mpi
 import pytest
 import tomli_w
-from choosing import NOTED, ROOT, TIMES, read_times, room_of_tests, slow_ones
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 from packages import untested
@@ -43,19 +41,6 @@ collect_ignore_glob = [] if launched() else ["tests/ranks", "plugins/*/tests/ran
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
-    parser.addoption(
-        "--times", action="store_true", help="write which tests are slow to tests/times.json, and how slow"
-    )
-    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that would begin later")
-
-
-_BEGIN = time.monotonic()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit = item.config.getoption("begin_within")
-    if limit is not None and time.monotonic() - _BEGIN > limit:
-        pytest.skip("no time is left for it")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -64,30 +49,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("=", line, yellow=True)
 
 
-class _Times:
-    """Notes how long tests take, for choosing.py and the default tier."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed and not {"large", "nightly"} & set(report.keywords):
-            self._seconds[report.nodeid] = round(report.duration, 1)
-
-    def pytest_sessionfinish(self) -> None:
-        found = read_times() | self._seconds
-        kept = {
-            case: taken for case, taken in found.items() if taken >= NOTED and (ROOT / case.partition("::")[0]).exists()
-        }
-        TIMES.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let tests/test_ranks.py run alone: ranks that wait are busy, and more processes than cores take far longer."""
+    """Let tests run alone that start tests on ranks: ranks that wait are busy, and more processes than cores take far longer."""
     if "PYTEST_XDIST_WORKER" not in os.environ or launched():
         return (yield)
-    alone = item.path.name == "test_ranks.py"
+    alone = item.path.name in ("test_ranks.py", "test_nightly.py")
     with ExitStack() as files:
         names = (f"hpctrain-tests-{os.getuid()}-{name}" for name in ("turn", "room"))
         turn, room = (files.enter_context(Path(gettempdir(), name).open("w")) for name in names)
@@ -107,8 +74,6 @@ _WHOLE = ("test_ray_cluster.py", "test_own_loops.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("times") and not hasattr(config, "workerinput") and os.environ.get("PMI_RANK", "0") == "0":
-        config.pluginmanager.register(_Times())
     if config.getoption("numprocesses", None):
         config.option.dist, config.option.loadscopereorder = "loadscope", False
 
@@ -128,27 +93,45 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _room(path: Path) -> str:
-    return room_of_tests(path).removesuffix(".py")
+    """The first name below the folder of tests: "cli" for tests/cli/test_run.py and plugins/NAME/tests/cli/test_more.py."""
+    return path.parts[path.parts.index("tests") + 1].removesuffix(".py")
 
 
-_TIERS = {"thorough", "always", "every_change", "large", "nightly"}
-"""Markers of tests whose tier does not depend on their time."""
+_TIERS = ("default", "thorough", "nightly")
+"""Tests of the default tier have no marker."""
+_LIMIT = 60
+"""Seconds for a test of the default tier that has no limit of its own."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, object, object]:
+    """Give the cases of a test their tiers: `cases(TIER=[ID, ...], rest=TIER)`. Those with a tier of their own keep it."""
+    collected = yield
+    tests = [item for item in collected if isinstance(item, pytest.Function)] if isinstance(collected, list) else []
+    cases = next((test.get_closest_marker("cases") for test in tests), None)
+    if cases is not None:
+        tiers = {name: tier for tier, names in cases.kwargs.items() if tier != "rest" for name in names}
+        unknown = tiers.keys() - {test.callspec.id for test in tests}
+        if unknown or {*tiers.values(), cases.kwargs.get("rest", "default")} - {*_TIERS}:
+            raise collector.CollectError(f"{tests[0].originalname} has no cases {sorted(unknown)}, or no such tiers")
+        for test in tests:
+            tier = tiers.get(test.callspec.id, cases.kwargs.get("rest", "default"))
+            if tier != "default" and _tier(test) == "default":
+                test.add_marker(tier)
+    return collected
+
+
+def _tier(item: pytest.Item) -> str:
+    return next((mark.name for mark in item.iter_markers() if mark.name in _TIERS), "default")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest leaves out by markers then
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    times = read_times()
-    by_time = [item for item in items if not {mark.name for mark in item.iter_markers()} & _TIERS]
-    slow = slow_ones({item.nodeid: times.get(item.nodeid, 0.0) for item in by_time})
-    long = [
-        item for item in items if item.get_closest_marker("every_change") and not item.get_closest_marker("thorough")
-    ]
-    for item in [*by_time, *long]:
-        if item in long or item.nodeid in slow:
-            item.add_marker("slow")
-            item.add_marker("thorough")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if _tier(item) == "default" and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
+            item.add_marker(pytest.mark.timeout(_LIMIT))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        rooms = {item: _room(item.path.relative_to(ROOT)) for item in items}
+        rooms = {item: _room(item.path.relative_to(config.rootpath)) for item in items}
         items.sort(key=lambda item: _ORDER.index(rooms[item]) if rooms[item] in _ORDER else len(_ORDER))
 
 
@@ -236,5 +219,6 @@ def job(tmp_path: Path) -> JobFile:
 @pytest.fixture(scope="session")
 def openmpi_python() -> str:
     """A Python with Open MPI instead of MPICH and everything else of this environment."""
-    assert open_mpi.is_made(), f"{sys.executable} tests/open_mpi.py makes the environment of this test"
+    if not open_mpi.is_made():
+        pytest.skip(f"{sys.executable} tests/open_mpi.py makes the environment of this test")
     return str(open_mpi.PYTHON)

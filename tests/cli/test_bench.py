@@ -66,6 +66,7 @@ def measured(job: JobFile, *words: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_step_and_its_parts(job: JobFile) -> None:
     begin = time.monotonic()
     found = measured(job, "step", "job.toml", "--steps", "6", "--set", "batch.micro_size=3")
@@ -81,6 +82,7 @@ def test_a_step_and_its_parts(job: JobFile) -> None:
     assert found["low"] / reference["high"] / 2 < ratio["ratio"] < 2 * found["high"] / reference["low"]
 
 
+@pytest.mark.nightly
 def test_other_trainers_have_the_same_losses(job: JobFile) -> None:
     """The forward draws, some parameters are frozen, and hpctrain cuts all of them."""
     found = measured(own(job, 0), "peers", "job.toml", "--steps", "2", "--only", "ddp,fsdp2,deepspeed")
@@ -95,7 +97,7 @@ def test_other_trainers_have_the_same_losses(job: JobFile) -> None:
     assert len(set(mine["losses"])) == len(mine["losses"]) > 1
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_trainer_of_something_else_is_told(job: JobFile) -> None:
     found = measured(own(job, 0.01), "peers", "job.toml", "--steps", "2", "--only", "ddp", code=1)
     assert found["trainers"][1]["difference"] > found["tolerance"]
@@ -103,7 +105,7 @@ def test_a_trainer_of_something_else_is_told(job: JobFile) -> None:
     assert told.code == 1 and "ddp trains something else: its first losses are" in told.out, told
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", ["accelerate", "lightning", "deepspeed"])
 def test_libraries_have_the_same_losses(job: JobFile, library: str) -> None:
     pytest.importorskip(library, reason=f"needs {library}")
@@ -113,7 +115,7 @@ def test_libraries_have_the_same_losses(job: JobFile, library: str) -> None:
     assert found["trainers"][1]["difference"] < 1e-5
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("weak", [False, True])
 def test_the_efficiency_of_several_ranks(job: JobFile, weak: bool) -> None:
     words = ["job.toml", "-n", "2,1", "--steps", "1", "--set", "batch.micro_size=6", *(["--weak"] if weak else [])]
@@ -128,7 +130,7 @@ def test_the_efficiency_of_several_ranks(job: JobFile, weak: bool) -> None:
         assert one["low"] <= one["seconds"] <= one["high"] and one["ratio"]["ratio"] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_efficiency_is_drawn(job: JobFile) -> None:
     pytest.importorskip("matplotlib", reason="needs hpctrain[plots]")
     words = ("scaling", "job.toml", "-n", "1,2", "--steps", "1", "--plot", "scaling.svg")
@@ -137,7 +139,7 @@ def test_the_efficiency_is_drawn(job: JobFile) -> None:
     assert "<svg" in (job.directory / "scaling.svg").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_of_a_launcher(job: JobFile) -> None:
     launched = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *hpctrain("bench", "step", "job.toml")]
     done = run([*launched, "--steps", "1", "--json"], job.directory)
@@ -146,7 +148,7 @@ def test_ranks_of_a_launcher(job: JobFile) -> None:
     assert done.code == 2 and "-n 3: the launcher started 2 ranks" in done.err and "Traceback" not in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_job_without_a_reference(job: JobFile) -> None:
     found = measured(job, "step", "job.toml", "--steps", "1", "--set", "parallelism.tensor=2")
     assert found["reference"] is None and found["ratio"] is None and "[parallelism] tp cuts the model" in found["note"]

@@ -36,7 +36,7 @@ def words_of(line: str) -> list[str]:
     return [shutil.which(words[0], path=here) or words[0], *words[1:]]
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["own-loop"], rest="nightly")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", COMMANDS)
 def test_a_page_works_as_it_stands(tmp_path: Path, page: str) -> None:

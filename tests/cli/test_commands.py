@@ -20,6 +20,7 @@ from packages import need_commands
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.cases(thorough=["gpt"], rest="nightly")
 @pytest.mark.parametrize("template", ["gpt", "module", "finetune"])
 def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) -> None:
     done = run(hpctrain("new", "--template", template), tmp_path)
@@ -36,6 +37,7 @@ def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) 
         assert not validator.is_valid({**tomli.loads(text), **wrong}), wrong
 
 
+@pytest.mark.thorough
 def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:
     assert run(hpctrain("new", "my.toml"), tmp_path).code == 0
     check = run(hpctrain("check", "my.toml", "-n", "4"), tmp_path)
@@ -46,6 +48,7 @@ def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:
     assert done.code == 0 and (tmp_path / "runs" / "gpt" / "checkpoints" / "step-00000001").is_dir(), done
 
 
+@pytest.mark.thorough
 def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     table = run(hpctrain("plugins"), tmp_path)
@@ -68,6 +71,7 @@ def test_the_ranks_of_a_benchmark_end_with_it(tmp_path: Path) -> None:
         assert command.finish(60).code == -signal.SIGTERM
 
 
+@pytest.mark.nightly
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     words = ("bench", "checkpoint", "--size", "4MB", "--ranks", "2", "--rounds", "1")
     done = run(hpctrain(*words, "--json"), tmp_path)
@@ -124,7 +128,7 @@ def hpctrain_job_end(result):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_compiled_model_has_the_same_curve_and_compiles_once(
     job: JobFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
     assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_text_with_a_tokenizer_is_checked_without_encoding_it_and_encoded_once(job: JobFile) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

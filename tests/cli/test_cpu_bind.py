@@ -48,9 +48,10 @@ def ran(job: JobFile, words: list[str], ranks: int = 2, **env: str) -> tuple[Fin
     return done, [json.loads((job.directory / f"cores-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "mpi",
-    [{}, pytest.param({"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, marks=pytest.mark.thorough)],
+    [{}, pytest.param({"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, marks=pytest.mark.nightly)],
     ids=["MPI", "gloo"],
 )
 def test_each_rank_has_cores_of_its_own(reporting: JobFile, mpi: dict[str, str]) -> None:
@@ -89,7 +90,7 @@ def test_openmp_s_own_binding_is_the_user_s(reporting: JobFile) -> None:
     assert "not bound by hpctrain: OMP_PLACES is set" in done.out, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_open_mpi_s_own_binding_may_be_asked_for_in_the_job(reporting: JobFile, openmpi_python: str) -> None:
     """Else hpctrain switches it off, and binds the ranks itself. Its mpiexec reads [environment] before there is a rank."""
     words = hpctrain("run", "job.toml", "-n", "2", python=openmpi_python)

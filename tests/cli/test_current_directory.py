@@ -36,6 +36,7 @@ raise ImportError("a stranger's module")
 """
 
 
+@pytest.mark.cases(thorough=["run0"], rest="nightly")
 @pytest.mark.parametrize(
     "words",
     [
@@ -47,7 +48,6 @@ raise ImportError("a stranger's module")
     ],
     ids=lambda words: " ".join(words[:1]),
 )  # fmt: skip
-@pytest.mark.thorough
 def test_no_command_imports_them(job: JobFile, words: tuple[str, ...]) -> None:
     job.write()
     for name in NAMES:

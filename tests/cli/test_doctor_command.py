@@ -98,7 +98,7 @@ def packages() -> set[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
-@pytest.mark.parametrize("words", [(), pytest.param(("-n", "2"), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("words", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)])
 def test_a_node_without_any_network(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Not even with itself."""
     done = run(["unshare", "--net", *hpctrain("doctor", "--json", *words)], tmp_path)
@@ -107,7 +107,7 @@ def test_a_node_without_any_network(tmp_path: Path, words: tuple[str, ...]) -> N
     assert done.err == "" and "ip link set lo up" in row["remedy"], done
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_two_ranks(tmp_path: Path) -> None:
     done = run(hpctrain("doctor", "-n", "2", "--json"), tmp_path)
     assert done.code == 0, done
@@ -136,6 +136,7 @@ def test_too_few_open_files(tmp_path: Path) -> None:
     assert "ulimit -n" in found[0,]["remedy"], done
 
 
+@pytest.mark.cases(thorough=["file/below"], rest="nightly")
 @pytest.mark.parametrize("place", ["/proc", "missing", "file/below"])
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
@@ -180,7 +181,7 @@ def test_versions_that_differ(tmp_path: Path) -> None:
         ), done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_slow_rank(tmp_path: Path) -> None:
     """Rank 1 runs a fifth of the time."""
     with started(on_two(["env", "SLOW=1"], "--json"), tmp_path) as command:
@@ -232,6 +233,7 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     assert done.code == 3 and "did not finish the start of MPI within 2 s" in done.err, done
 
 
+@pytest.mark.thorough
 def test_an_unfit_launcher(tmp_path: Path) -> None:
     """As srun's or another MPI's: it announces two ranks, and MPI finds one."""
     done = run(hpctrain("doctor", "--json"), tmp_path, env={"OMPI_COMM_WORLD_SIZE": "2"})

@@ -21,6 +21,7 @@ def limits(done: Finished) -> list[str]:
     return re.findall(r"OMP_THREAD_LIMIT = '(\d+)'", done.err)
 
 
+@pytest.mark.cases(thorough=["alone"], rest="nightly")
 @pytest.mark.parametrize("started", [["-n", "1"], ["-n", "2"], ["mpiexec"]], ids=["alone", "starter", "mpiexec"])
 def test_openmp_reads_them_and_the_run_records_them(job: JobFile, started: list[str]) -> None:
     job.set(environment=SHOWN)
@@ -36,11 +37,13 @@ def test_openmp_reads_them_and_the_run_records_them(job: JobFile, started: list[
     assert len(logs) == ranks and all("environment: OMP_DISPLAY_ENV=TRUE; OMP_THREAD_LIMIT=77\n" in log for log in logs)
 
 
+@pytest.mark.thorough
 def test_mpi_reads_them(job: JobFile) -> None:
     done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "environment.MPIR_CVAR_DEBUG_SUMMARY=1"), job.directory)
     assert done.code == 0 and "data structure summary" in done.out, done
 
 
+@pytest.mark.nightly
 def test_the_shell_s_wins_and_the_screen_says_so(job: JobFile) -> None:
     job.set(environment=SHOWN)
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory, env={"OMP_THREAD_LIMIT": "55"})
@@ -70,6 +73,7 @@ def test_a_rank_without_the_job_file_is_named(job: JobFile, tmp_path: Path) -> N
     assert re.search(found, done.err), done
 
 
+@pytest.mark.nightly
 def test_a_check_sets_nothing_and_refuses_code(job: JobFile) -> None:
     job.set(environment={"LD_PRELOAD": "/x.so", **SHOWN})
     for words in (["check", "job.toml"], ["run", "job.toml"], ["run", "job.toml", "-n", "2"]):
@@ -78,6 +82,7 @@ def test_a_check_sets_nothing_and_refuses_code(job: JobFile) -> None:
         assert words[0] == "run" or limits(done) == [], done
 
 
+@pytest.mark.nightly
 def test_a_job_file_may_be_a_pipe(job: JobFile) -> None:
     done = run(["bash", "-c", '"$0" -m hpctrain run <(cat job.toml)', sys.executable], job.directory)
     assert done.code == 0, done

@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["sgd"], rest="thorough")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str) -> None:
     job.tables["optimizer"] = OPTIMIZERS[optimizer]
@@ -56,6 +56,7 @@ def test_two_ranks_in_bf16_are_near_one_in_fp32(job: JobFile) -> None:
     assert job.losses() != job.losses("one"), "16 bits cannot give the same numbers"
 
 
+@pytest.mark.nightly
 def test_a_job_goes_on_in_another_layout_on_another_number_of_ranks(job: JobFile) -> None:
     job.tables["optimizer"] = OPTIMIZERS["sgd"]
     job.set(job={"steps": 8, "seed": 3}, precision={"mode": "fp32"})

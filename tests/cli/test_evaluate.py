@@ -48,9 +48,9 @@ def ask(job: JobFile, command: str, *words: str) -> Any:
     return done.out
 
 
-@pytest.mark.every_change
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
-    "layouts", [LAYOUTS[::5], pytest.param(LAYOUTS[1:5], marks=pytest.mark.thorough)], ids=["few", "the others"]
+    "layouts", [LAYOUTS[::5], pytest.param(LAYOUTS[1:5], marks=pytest.mark.nightly)], ids=["few", "the others"]
 )
 def test_any_layout_gives_the_figures_of_the_run_and_the_same_outputs(
     trained: JobFile, layouts: list[tuple[str, ...]]
@@ -83,6 +83,7 @@ def test_any_layout_gives_the_figures_of_the_run_and_the_same_outputs(
     )
 
 
+@pytest.mark.nightly
 def test_weights_that_a_hook_keeps(job: JobFile) -> None:
     job.set(job={"seed": 3}, dataset={"validation_samples": 10}, evaluation={"every_steps": 4})
     job.tables["hook"] = [{"name": "ema", "decay": 0.8}]
@@ -126,7 +127,7 @@ def test_what_cannot_be_asked(job: JobFile, step_trained: Path, words: tuple[str
     assert refused.code == code and says in refused.err and "Traceback" not in refused.err, refused
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ctrl_c_ends_an_evaluation_at_once(job: JobFile) -> None:
     job.set(dataset={"validation_samples": 10**7})
     assert run(hpctrain("run", "job.toml", "--set", "job.steps=1"), job.directory).code == 0
@@ -139,6 +140,7 @@ def test_ctrl_c_ends_an_evaluation_at_once(job: JobFile) -> None:
     assert done.code == 130 and "Traceback" not in done.err, done
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_with_augmentation_on_a_test_split(job: JobFile) -> None:
     (job.directory / "own.py").write_text(
         "import torch\n"

@@ -57,7 +57,7 @@ def evaluations(output: Path) -> list[dict[str, Any]]:
     return [row for row in figures(output) if "evaluation_loss" in row]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_accuracy_is_the_same_to_the_last_digit_on_any_number_of_ranks(directory: Path, ranks: int) -> None:
     if ranks > 2:

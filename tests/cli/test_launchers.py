@@ -52,12 +52,13 @@ def test_tasks_of_flux_without_mpi_meet_through_its_pmi(job: JobFile, losses_alo
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_one_task_of_flux_needs_no_mpi(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 1, "run", "job.toml"), job.directory, env=NO_MPI)
     assert done.code == 0 and "1 (flux)" in done.out, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_torchrun_under_mpiexec_is_the_launcher(job: JobFile, losses_alone: list[float]) -> None:
     torchrun = str(Path(sys.executable).parent / "torchrun")
     words = [MPIEXEC, "-n", "1", torchrun, "--standalone", "--nproc-per-node=2", "-m", "hpctrain", "run", "job.toml"]
@@ -66,12 +67,13 @@ def test_torchrun_under_mpiexec_is_the_launcher(job: JobFile, losses_alone: list
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_flux_without_pmi_is_refused(job: JobFile) -> None:
     flux = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", **NO_MPI}
     refused(run(hpctrain("run", "job.toml"), job.directory, env=flux), job, "PMI_FD, PMI_RANK and PMI_SIZE", "torchrun")
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["another PMI"], rest="thorough")
 @pytest.mark.parametrize("unset", ["MPI_LOCALNRANKS", "MPI_LOCALNRANKS PMI_FD"], ids=["MPI", "another PMI"])
 def test_ranks_of_pals_use_mpi_or_are_refused(job: JobFile, unset: str) -> None:
     """Without PMI_FD, as under PALS with the MPICH of a wheel, each MPI process is alone."""
@@ -89,7 +91,7 @@ def refused(done: Finished, job: JobFile, *sentences: str) -> None:
         assert sentence in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_doctor_names_the_launcher(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 2, "doctor"), job.directory)
     assert done.code == 0 and "2 ranks on 1 node over MPI, started by Flux, connected through PMI" in done.out, done

@@ -13,7 +13,7 @@ from logged import histories, read_offline, scalars, table
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_killed_run_that_goes_on_has_each_step_once_in_every_service(job: JobFile) -> None:
     for package in PACKAGES:
         pytest.importorskip(package, reason=f"needs hpctrain[{package}]")

@@ -60,12 +60,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.every_change
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     ("stage", "ranks"),
     [
         pytest.param(3, 2),
-        *(pytest.param(stage, ranks, marks=pytest.mark.thorough) for stage in range(4) for ranks in (2, 3)),
+        *(pytest.param(stage, ranks, marks=pytest.mark.nightly) for stage in range(4) for ranks in (2, 3)),
     ],
 )
 def test_ranks_train_as_one_process(alone: Path, tmp_path: Path, stage: int, ranks: int) -> None:
@@ -96,8 +96,8 @@ def changed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("layout", "ranks"),
     [
         ("2", 2),
-        *(pytest.param(one, ranks, marks=pytest.mark.thorough) for one in ("1", "3") for ranks in (1, 2, 3)),
-        *(pytest.param(one, 3, marks=pytest.mark.thorough) for one in ("0", "2", "3w")),
+        *(pytest.param(one, ranks, marks=pytest.mark.nightly) for one in ("1", "3") for ranks in (1, 2, 3)),
+        *(pytest.param(one, 3, marks=pytest.mark.nightly) for one in ("0", "2", "3w")),
     ],
 )
 def test_parameters_and_gradients_that_the_loop_changes(
@@ -153,9 +153,10 @@ def wait_for_rows(command: Started, file: Path, least: int) -> None:
     wait_until(written, 60, f"{least} rows")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loop", "signal_number"),
-    [pytest.param("ppo", signal.SIGKILL, marks=pytest.mark.thorough), ("gan", signal.SIGTERM)],
+    [pytest.param("ppo", signal.SIGKILL, marks=pytest.mark.nightly), ("gan", signal.SIGTERM)],
     ids=["killed", "stopped"],
 )
 def test_a_second_start_goes_on_as_if_nothing_had_happened(tmp_path: Path, loop: str, signal_number: int) -> None:
@@ -176,6 +177,7 @@ def test_a_second_start_goes_on_as_if_nothing_had_happened(tmp_path: Path, loop:
     assert run(hpctrain("checkpoint", "diff", *last), tmp_path).code == 0
 
 
+@pytest.mark.nightly
 def test_ranks_that_part_are_named(tmp_path: Path) -> None:
     """A rank that steps another optimizer, or none, ends the job; nothing is summed that does not belong together."""
     write_job(tmp_path, stage=0, ranks=2)
@@ -210,12 +212,13 @@ with hpctrain.own_loop(sys.argv[1]) as loop:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("axis", "stage", "ranks"),
     [
         ("tensor", 1, 2),
-        pytest.param("tensor", 3, 4, marks=pytest.mark.thorough),
-        pytest.param("context", 0, 2, marks=pytest.mark.thorough),
+        pytest.param("tensor", 3, 4, marks=pytest.mark.nightly),
+        pytest.param("context", 0, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_of_the_job_on_an_axis(tmp_path: Path, axis: str, stage: int, ranks: int) -> None:
@@ -285,7 +288,7 @@ def test_dropped_gradients_leave_nothing_in_compression(tmp_path: Path) -> None:
     assert rows(tmp_path / "dropping") == rows(tmp_path / "whole")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_other_libraries_have_the_same_losses(name: str, tmp_path: Path) -> None:
     """The loops that the page counts beside ours, interrupted and resumed."""

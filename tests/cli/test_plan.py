@@ -25,7 +25,6 @@ per_node = 2
 """
 
 
-@pytest.mark.always
 def test_a_plan_says_what_a_rank_needs_and_whether_it_fits(job: JobFile) -> None:
     (job.directory / "small.toml").write_text(MACHINE)
     words = ["plan", "job.toml", "-n", "4", "--machine", "small.toml"]
@@ -45,6 +44,7 @@ def test_a_plan_says_what_a_rank_needs_and_whether_it_fits(job: JobFile) -> None
     assert not job.output.exists(), "a plan leaves no files"
 
 
+@pytest.mark.nightly
 def test_json_and_python_say_the_same(job: JobFile) -> None:
     job.set(sharding={"stage": 1}, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9})
     told = json.loads(run(hpctrain("plan", "job.toml", "-n", "3", "--machine", "a100", "--json"), job.directory).out)
@@ -86,6 +86,7 @@ def with_own_linear(job: JobFile, forward: str, **dataset: int) -> None:
     job.write()
 
 
+@pytest.mark.thorough
 def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
     with_own_linear(job, "super().forward(x if (x > 9).any() else -x)", workers=2)
     job.set(compile={"enabled": True})
@@ -94,6 +95,7 @@ def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
     assert "a truth value was asked of tensors 2 times" in done.out, done
 
 
+@pytest.mark.nightly
 def test_what_is_offloaded_is_in_the_host_s_memory(job: JobFile) -> None:
     def planned(**tables: dict[str, object]) -> dict[str, int]:
         job.set(**tables)
@@ -109,6 +111,7 @@ def test_what_is_offloaded_is_in_the_host_s_memory(job: JobFile) -> None:
     assert spread["parameters"] == spread["state"] == 0 and spread["host"] > there["state"]
 
 
+@pytest.mark.nightly
 def test_attention_and_averages_of_weights_count(job: JobFile) -> None:
     """The products of a GPT are those that the model itself gives; an average of the weights is held beside them."""
     plain = package.plan(package.load_job(job.path))
@@ -129,7 +132,7 @@ def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None
     assert "needs the values of tensors, and a plan has their shapes only" in done.err, done
 
 
-@pytest.mark.parametrize("gathered", ["products", pytest.param("parameters", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("gathered", ["products", pytest.param("parameters", marks=pytest.mark.nightly)])
 def test_the_peak_of_stage_3_does_not_grow_by_whole_blocks(job: JobFile, gathered: str) -> None:
     """In bf16 with every block computed again, a further block costs its shard and its input only."""
     width, ranks = 1024, 64

@@ -28,6 +28,7 @@ def machine(directory: Path, **figures: Any) -> str:
     return str(directory / "machine.toml")
 
 
+@pytest.mark.nightly
 def test_a_job_that_does_not_fit_becomes_one_that_does(job: JobFile) -> None:
     job.set(model=MODEL, batch={"global_size": 32, "micro_size": 16}, precision={"mode": "fp32"})
     of, fitted = machine(job.directory), job.directory / "fits" / "fitted.toml"
@@ -48,6 +49,7 @@ def test_a_job_that_does_not_fit_becomes_one_that_does(job: JobFile) -> None:
     assert trained.code == 0, trained
 
 
+@pytest.mark.thorough
 def test_a_model_without_blocks_and_overrides(job: JobFile) -> None:
     """Nothing can be recomputed there; and FILE has what the command line has changed."""
     (job.directory / "own.py").write_text(
@@ -70,6 +72,7 @@ def test_a_model_without_blocks_and_overrides(job: JobFile) -> None:
     assert checked.code == 0, checked
 
 
+@pytest.mark.thorough
 def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
     job.set(model=MODEL, batch={"global_size": 2, "micro_size": 2}, precision={"mode": "fp32"})
     of, fitted = machine(job.directory, memory=3e6), job.directory / "fitted.toml"
@@ -85,7 +88,7 @@ def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
     assert again.code == 2 and "found a file that exists, expected the name of a new file" in again.err, again
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["2-False"], rest="nightly")
 @pytest.mark.parametrize(("ranks", "fits"), [(2, False), (4, True)])
 def test_the_number_of_ranks_that_is_advised_is_the_least(job: JobFile, ranks: int, fits: bool) -> None:
     job.set(
@@ -97,7 +100,7 @@ def test_the_number_of_ranks_that_is_advised_is_the_least(job: JobFile, ranks: i
     assert done.code == (0 if fits else 1) and f"memory        {'fits' if fits else 'does not fit'}" in done.out, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_on_a_terminal_a_line_renews(job: JobFile) -> None:
     """Where nothing fits on the ranks, offload is advised on an accelerator."""
     job.set(model=MODEL, batch={"global_size": 32, "micro_size": 16})
@@ -129,6 +132,7 @@ def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> Non
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
+@pytest.mark.nightly
 def test_a_measured_machine_plans(job: JobFile) -> None:
     done = run(hpctrain("bench", "machine", "-n", "2", "--output", "measured.toml"), job.directory, 200)
     assert done.code == 0, done
@@ -163,7 +167,7 @@ def rows(split):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_plan_with_measured_figures_is_within_twice_of_a_run(job: JobFile, size: str, ranks: str) -> None:
@@ -190,6 +194,8 @@ def test_a_plan_with_measured_figures_is_within_twice_of_a_run(job: JobFile, siz
 
 
 DATA_SIZE = """
+import re
+
 from hpctrain.api import hookimpl
 
 @hookimpl

@@ -57,7 +57,7 @@ def refuse_disorder(merged: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_a_window_is_traced_merged_and_put_into_tables(job: JobFile) -> None:
     done = trained(job, "profile.wait=1", "profile.record=2", "profile.memory=true", "profile.shapes=true")
     assert "steps 3 to 4: out/profile/step-00000003" in done.out, done
@@ -104,7 +104,7 @@ def test_a_window_is_traced_merged_and_put_into_tables(job: JobFile) -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["0"], rest="nightly")
 @pytest.mark.parametrize("sharding", [0, 3])
 def test_profiled_steps_have_the_same_bits(sharding: int, job: JobFile) -> None:
     job.set(sharding={"stage": sharding})
@@ -130,7 +130,7 @@ def test_windows_repeat_and_a_resumed_run_has_its_own(job: JobFile) -> None:
     assert job.losses()[: len(before)] == before
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["hpctrain"], rest="nightly")
 @pytest.mark.parametrize("launcher", ["hpctrain", "mpiexec"])
 def test_a_signal_within_a_window_keeps_its_traces(launcher: str, job: JobFile) -> None:
     job.sleeps(0.05).set(
@@ -155,7 +155,7 @@ def test_a_signal_within_a_window_keeps_its_traces(launcher: str, job: JobFile) 
         assert not {"ProfilerStep#2", f"ProfilerStep#{last + 1}"} & names
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_running_job_is_profiled_as_often_as_asked(job: JobFile) -> None:
     job.sleeps(0.02).set(job={"steps": 10**6}, plugins={"load": ["slow"]})
     with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
@@ -206,7 +206,7 @@ def hpctrain_step_end(step):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_whose_traces_do_not_come_are_named(job: JobFile) -> None:
     (job.directory / "hangs_later.py").write_text(HANGS)
     job.set(job={"steps": 10**6}, plugins={"load": ["hangs_later"]})
@@ -233,7 +233,7 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_shifted_clocks_are_aligned(job: JobFile) -> None:
     """Rank 1's clock is 50 s late; the end of each sum over the ranks must come at the same time on both."""
     need_commands("cc")
@@ -262,7 +262,7 @@ def test_shifted_clocks_are_aligned(job: JobFile) -> None:
     assert len(apart) == 5 and min(apart) < 0.01, apart
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_nodes_without_a_disk_in_common(job: JobFile) -> None:
     """Rank 1 runs in another directory, and so has another output_dir; its trace comes to rank 0's."""
     other = job.directory / "other"
@@ -277,7 +277,7 @@ def test_nodes_without_a_disk_in_common(job: JobFile) -> None:
     assert [trace_of(job, "step-00000002", rank)["distributedInfo"]["rank"] for rank in (0, 1)] == [0, 1]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_window_over_two_axes(job: JobFile) -> None:
     job.set(
         parallelism={"tensor": 2}, profile={"wait": 0, "record": 1}, checkpoint={"asynchronous": True, "every_steps": 1}

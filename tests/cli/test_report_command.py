@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 SLOW = ("--set", "plugins.load=['slow']")
 
 
+@pytest.mark.nightly
 def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> None:
     job.set(job={"steps": 24}, checkpoint={"every_steps": 10}).sleeps(0.05)
     begin = time.time()
@@ -57,6 +58,7 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> 
     assert wall["of"]["not running"] > 0.9 * (again - killed)
 
 
+@pytest.mark.thorough
 def test_a_real_plan_is_compared_with_a_run_of_its_job(job: JobFile) -> None:
     job.set(precision={"mode": "fp32"})
     planned = run(hpctrain("plan", "job.toml", "-n", "1", "--json"), job.directory).out
@@ -84,6 +86,7 @@ def _change_rows(path: Path, **keys: Any) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.thorough
 def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) -> None:
     planted = healthy(tmp_path / "run")
     hidden = tmp_path / "hidden"
@@ -149,7 +152,7 @@ def lightness(color: str) -> float:
     return sum(channels) / len(channels)
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     plan = JobPlan.model_validate(planted_plan(*(number * GB for number in range(45, 51))))
@@ -165,7 +168,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert abs(lightness(found["text"]) - paper) > 120, found
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_pages_of_all_stories_in_a_browser(tmp_path: Path) -> None:
     pages = []
     for plant in STORIES:

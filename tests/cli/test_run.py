@@ -33,7 +33,6 @@ def test_one_rank_writes_the_files_of_a_run(job: JobFile) -> None:
     assert "step 4/4" in done.out and "12 samples" in done.out and "metrics.jsonl" in done.out
 
 
-@pytest.mark.always
 def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     job.set(evaluation={"every_steps": 2}).tables["logger"] = [{"name": "tensorboard"}]
     job.write()
@@ -54,7 +53,7 @@ def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     assert alone == pytest.approx(evaluations, rel=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_two_ranks_with_every_other_logger_say_and_leave_nothing_more(job: JobFile) -> None:
     """wandb has a process of its own; `run` checks that none is left."""
     for package in ("wandb", "mlflow", "prometheus_client"):
@@ -72,6 +71,7 @@ def test_two_ranks_with_every_other_logger_say_and_leave_nothing_more(job: JobFi
         assert command.finish(60).code != 0
 
 
+@pytest.mark.thorough
 def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
     job.set(schedule={"name": "cosine", "warmup_steps": 2})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
@@ -82,7 +82,6 @@ def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
     assert job.losses("again") == job.losses()
 
 
-@pytest.mark.always
 def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
     straight = run(
         hpctrain("run", "job.toml", "--set", "job.steps=8", "--set", "job.output_dir='straight'"), job.directory
@@ -96,7 +95,7 @@ def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
     assert nothing.code == 0 and len(job.losses()) == 8, nothing
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_resume_never_and_from_a_path(job: JobFile) -> None:
     job.set(checkpoint={"every_steps": 2})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
@@ -124,8 +123,7 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
 
 
-@pytest.mark.always
-@pytest.mark.parametrize("number", [pytest.param(INTERRUPT, marks=pytest.mark.thorough), TERMINATE])
+@pytest.mark.parametrize("number", [pytest.param(INTERRUPT, marks=pytest.mark.nightly), TERMINATE])
 def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> None:
     """A run that was stopped and continued has the losses of an uninterrupted run."""
     job.set(job={"steps": 3000})
@@ -158,7 +156,7 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     assert done.code == 75 and len(job.losses()) == 1, done
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["fork-numbers0-75-1"], rest="nightly")
 @pytest.mark.parametrize(
     ("start", "numbers", "code", "steps"),  # at most
     [
@@ -199,7 +197,6 @@ def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
         assert command.finish(20).code in (75, 130)
 
 
-@pytest.mark.always
 def test_a_plugin_s_exception_on_one_rank_ends_the_job(job: JobFile) -> None:
     (job.directory / "faulty.py").write_text(
         "from hpctrain.api import hookimpl\n"
@@ -245,6 +242,7 @@ def test_an_exception_on_the_only_rank_is_exit_4_too(job: JobFile) -> None:
     assert 'faulty.py", line 4, in build' in done.err and done.err.count("File ") == 1, done
 
 
+@pytest.mark.thorough
 def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
     job.set(optimizer={"name": "sgd", "lr": 1e30}, job={"steps": 50})
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
@@ -253,12 +251,12 @@ def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
     assert job.rows()[-1]["loss"] is None or job.rows()[-1]["grad_norm"] is None
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_runs_have_the_losses_of_one_that_was_not(job: JobFile) -> None:
     killed_and_continued(job, hpctrain("run", "job.toml", "-n", "2"))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
     killed_and_continued(job, hpctrain("run", "job.toml", "-n", "4", python=openmpi_python))
 
@@ -312,7 +310,7 @@ def hpctrain_job_start(identity, model):
 """
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     """As on a machine without any MPI library: mpi4py finds none. Both tell for how long a rank waits for a slower one."""
     (job.directory / "slower.py").write_text(SLOWER)
@@ -332,6 +330,7 @@ def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_python_can_run_a_job(job: JobFile) -> None:
     (job.directory / "script.py").write_text(
         "import hpctrain\n"
@@ -345,7 +344,7 @@ def test_python_can_run_a_job(job: JobFile) -> None:
     assert done.code == 0 and "RESULT 2 0" in done.out, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("hidden", [{}, {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}], ids=["MPI", "gloo"])
 def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[str, str]) -> None:
     (job.directory / "own.py").write_text(
@@ -360,7 +359,7 @@ def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[
         assert done.code == 0, done
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     import sys
 
@@ -371,6 +370,7 @@ def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     assert wrong.code == 2 and "the launcher started 2 ranks" in wrong.err, wrong
 
 
+@pytest.mark.thorough
 def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
     """A sentence and exit code 4; left out on all ranks where the job says so."""
     (job.directory / "poisoned.py").write_text(
@@ -468,8 +468,8 @@ def data(split):
     ("how", "code", "told"),
     [
         ("sys.exit(0)", 4, "its loss raised SystemExit: 0, on a batch of"),
-        pytest.param("raise KeyboardInterrupt", 130, "", marks=pytest.mark.thorough),
-        pytest.param("raise MemoryError", 4, "ran out of memory in step 1", marks=pytest.mark.thorough),
+        pytest.param("raise KeyboardInterrupt", 130, "", marks=pytest.mark.nightly),
+        pytest.param("raise MemoryError", 4, "ran out of memory in step 1", marks=pytest.mark.nightly),
     ],
 )
 def test_the_exit_code_is_that_of_the_error_on_any_number_of_ranks(
@@ -537,8 +537,8 @@ if __name__ == "__main__":
     [
         ([[1], [3]], "auto", "rank 0 left out blocks.1; rank 1 left out blocks.3"),
         ([[], [3, 4]], "auto", "rank 1 left out blocks.3, blocks.4"),
-        pytest.param([[1], [3]], "gloo", "rank 0 left out blocks.1; rank 1 left out blocks.3", marks=pytest.mark.thorough),
-        pytest.param([[2], []], "gloo", "rank 0 left out blocks.2", marks=pytest.mark.thorough),
+        pytest.param([[1], [3]], "gloo", "rank 0 left out blocks.1; rank 1 left out blocks.3", marks=pytest.mark.nightly),
+        pytest.param([[2], []], "gloo", "rank 0 left out blocks.2", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_ranks_that_run_other_blocks_at_stage_3_are_told_which(
@@ -553,7 +553,7 @@ def test_ranks_that_run_other_blocks_at_stage_3_are_told_which(
     assert "Mismatch" not in done.err and "Traceback" not in done.err and not job.losses(), done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_of_an_own_loop_that_run_other_blocks_at_stage_3_are_told_which(tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(LAYER_DROP)
     mpiexec = str(Path(sys.executable).parent / "mpiexec")

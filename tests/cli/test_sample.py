@@ -32,6 +32,7 @@ def expected(job: JobFile, prompt: str, tokens: int) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
+@pytest.mark.cases(nightly=["tensor", "pipeline"])
 @pytest.mark.parametrize(
     "words",
     [(), ("-n", "2", "--set", "parallelism.tensor=2"), ("-n", "2", "--set", "parallelism.pipeline=2", "--set", "sharding.stage=1"),
@@ -47,7 +48,6 @@ def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
     )
 
 
-@pytest.mark.always
 def test_draws_and_mistakes(trained: JobFile) -> None:
     def sample(*words: str) -> str:
         done = run(

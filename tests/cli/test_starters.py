@@ -65,6 +65,7 @@ def start(channels: list[ChannelDirectory], tmp_path: Path, how: str) -> tuple[F
     return first, second
 
 
+@pytest.mark.nightly
 def test_ranks_meet_and_save_when_one_asks(channels: list[ChannelDirectory], tmp_path: Path) -> None:
     done = start(channels, tmp_path, "ends")
     assert [one.code for one in done] == [0, 0], done
@@ -75,6 +76,7 @@ def test_ranks_meet_and_save_when_one_asks(channels: list[ChannelDirectory], tmp
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_failure_is_told_by_all_ranks(channels: list[ChannelDirectory], tmp_path: Path) -> None:
     done = start(channels, tmp_path, "fails")
     assert [one.exit_code for one in channels] == [4, 4], done
@@ -83,6 +85,7 @@ def test_a_failure_is_told_by_all_ranks(channels: list[ChannelDirectory], tmp_pa
     assert "ValueError: a mistake" in done[1].err and "Traceback" not in done[0].err, done
 
 
+@pytest.mark.nightly
 def test_a_rank_that_was_killed_tells_nothing(channels: list[ChannelDirectory], tmp_path: Path) -> None:
     done = start(channels, tmp_path, "killed")
     assert [one.exit_code for one in channels] == [4, None], done

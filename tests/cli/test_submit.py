@@ -142,7 +142,7 @@ def without_scheduler(job: JobFile, tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{commands}:{BIN}:{os.environ['PATH']}", "COMMANDS": str(commands)}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_script_for_pbs_saves_before_its_time_limit_and_goes_on(
     job: JobFile, without_scheduler: dict[str, str]
 ) -> None:

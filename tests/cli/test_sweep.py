@@ -93,6 +93,7 @@ raise RuntimeError("mine")
 """
 
 
+@pytest.mark.nightly
 def test_a_job_leaves_no_model_and_no_threads_behind(tmp_path: Path) -> None:
     """What a thread of gloo still held when Python ends would abort the process."""
     (tmp_path / "left.py").write_text(LEFT)
@@ -102,7 +103,7 @@ def test_a_job_leaves_no_model_and_no_threads_behind(tmp_path: Path) -> None:
     assert done.code == 1 and "\nRuntimeError: mine" in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [(), ("mpiexec", "-n", "2")], ids=["alone", "two ranks"])
 def test_ctrl_c_ends_a_sweep_which_goes_on_where_it_was(sweep: Path, launcher: tuple[str, ...]) -> None:
     here = str(Path(sys.executable).parent / launcher[0]) if launcher else ""

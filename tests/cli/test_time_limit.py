@@ -18,7 +18,7 @@ def slow(job: JobFile) -> JobFile:
     return job.sleeps(0.4).set(job={"steps": 24}, plugins={"load": ["slow"]})
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 60, environment)
@@ -33,7 +33,7 @@ def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path
     assert slow.losses() == pytest.approx(slow.losses("whole"), rel=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
     end = int(time.time()) + 12
     environment = {
@@ -47,7 +47,7 @@ def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
     assert time.time() < end
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_path: Path) -> None:
     """Rank 1 dies in its twelfth step."""
     plugin = tmp_path / "slow.py"
@@ -88,7 +88,7 @@ def data(split):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("asked", ["SIGTERM", pytest.param("time limit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("asked", ["SIGTERM", pytest.param("time limit", marks=pytest.mark.nightly)])
 def test_an_evaluation_is_cut_short_and_made_up_for(asked: str, job: JobFile, tmp_path: Path) -> None:
     """The averages of the weights, which are evaluated in their place, must not be what is saved."""
     (tmp_path / "long.py").write_text(LONG)
@@ -145,7 +145,7 @@ def data(split):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_nothing_is_compiled_that_would_not_end_in_time(job: JobFile, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(COMPILED)

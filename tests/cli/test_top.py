@@ -63,6 +63,7 @@ def test_a_training_is_seen_from_another_terminal(job: JobFile, training: Starte
     assert training.process.poll() is None
 
 
+@pytest.mark.thorough
 def test_runs_are_listed_and_one_is_printed_once(job: JobFile) -> None:
     assert run(hpctrain("run", "job.toml", "--set", "job.output_dir='runs/a'"), job.directory).code == 0
     listed = run(hpctrain("runs"), job.directory)
@@ -84,7 +85,7 @@ def test_runs_are_listed_and_one_is_printed_once(job: JobFile) -> None:
         assert wrong.code == 2 and wrong.out == "" and wrong.err.count("\n") == 1 and "found no" in wrong.err, wrong
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["40-10"], rest="nightly")
 @pytest.mark.parametrize(("columns", "lines"), [(40, 10), (80, 24), (200, 50)])
 def test_a_view_of_any_size_without_colours(columns: int, lines: int, job: JobFile, training: Started) -> None:
     with terminal(columns, lines, job.directory, {"NO_COLOR": "1"}) as tmux:
@@ -111,7 +112,7 @@ def test_a_view_of_any_size_without_colours(columns: int, lines: int, job: JobFi
         assert (len(head.split()) == 4) is (columns == 40) and not tmux.is_coloured, head
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_view_goes_on_over_a_stop_a_resume_a_kill_and_the_end(job: JobFile) -> None:
     job.set(job={"steps": 100_000}, checkpoint={"every_steps": 5}).sleeps(0.02)
     with terminal(80, 24, job.directory) as tmux:

@@ -47,7 +47,7 @@ def without_numbers(line: str) -> str:
     return re.sub(r"[\d.,:]+", "0", line).strip()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_tutorial_works_as_it_stands(tmp_path: Path) -> None:
     printed, files, commands = "", [], 0

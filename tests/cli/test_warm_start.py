@@ -118,14 +118,14 @@ def told_of_rank(job: JobFile, rank: int) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_module_that_cannot_be_imported_is_reported_as_ever(counting: JobFile) -> None:
     (counting.directory / "mine.py").write_text("import does_not_exist\n")
     forked, spawned = train(counting), train(counting, "--set", "job.start=spawn")
     assert forked.code == spawned.code == 2 and forked.err == spawned.err and "does_not_exist" in forked.err, forked
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_workers_end_with_a_killed_rank(counting: JobFile) -> None:
     counting.set(dataset={"workers": 2}, evaluation={"every_steps": 2, "batches": 1})
     forked = train(counting, "--set", "job.output_dir=forked")
@@ -140,6 +140,7 @@ def test_workers_end_with_a_killed_rank(counting: JobFile) -> None:
         assert command.finish(60).code == 4
 
 
+@pytest.mark.nightly
 def test_workers_start_anew_where_a_server_cannot_be_sent_the_data(counting: JobFile) -> None:
     data = counting.directory / "mine_data.py"
     data.write_text(
@@ -156,6 +157,7 @@ def test_workers_start_anew_where_a_server_cannot_be_sent_the_data(counting: Job
     assert "more tensors than a fork server takes: 1 workers start anew" in log
 
 
+@pytest.mark.nightly
 def test_a_killed_starter_leaves_nothing(counting: JobFile) -> None:
     counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400})
     with started(hpctrain("run", "job.toml", "-n", "3"), counting.directory) as command:

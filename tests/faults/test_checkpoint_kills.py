@@ -11,12 +11,12 @@ from launching import run
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "checkpoint_kills.py"
 
 
-@pytest.mark.every_change
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     ("who", "ranks"),
     [
-        pytest.param("all", 2, marks=pytest.mark.thorough),
-        pytest.param("one", 2, marks=pytest.mark.thorough),
+        pytest.param("all", 2, marks=pytest.mark.nightly),
+        pytest.param("one", 2, marks=pytest.mark.nightly),
         ("one", 3),
     ],
 )

@@ -81,7 +81,7 @@ def wait_for(command: Started, job: JobFile, ranks: int) -> None:
     wait_until(lambda: steps(job) > now + 2, 60, f"steps of {ranks} ranks")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_four_ranks_three_and_four_again(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(elastic)) as command:
         wait_for(command, elastic, 4)
@@ -99,7 +99,7 @@ def test_four_ranks_three_and_four_again(elastic: JobFile, hosts: Path, tmp_path
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_largest_number_that_fits_is_taken(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """8 samples don't divide over 3 ranks, and the tensor axis keeps its size."""
     hosts.write_text("localhost slots=3\n")
@@ -124,7 +124,7 @@ def test_too_few_slots(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     ), none
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_below_min_ranks_the_job_ends_and_the_same_command_continues(
     elastic: JobFile, hosts: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +141,7 @@ def test_below_min_ranks_the_job_ends_and_the_same_command_continues(
     assert again.code == 0 and "resuming" in again.out and len(elastic.losses()) == 40, again
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_signal_while_more_ranks_are_awaited_ends_with_75(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=2\n")
     with started(RUN, tmp_path, environment(elastic)) as command:
@@ -151,7 +151,7 @@ def test_a_signal_while_more_ranks_are_awaited_ends_with_75(elastic: JobFile, ho
     assert done.code == 75 and done.out.count("starting     ") == 1, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_host_that_failed_twice_is_left_out(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """Both rounds of two hosts: rank 1, on b, is killed at two steps. Then rank 1 is on a."""
     hosts.write_text("a:2\nb:2\n")
@@ -166,7 +166,7 @@ def test_a_host_that_failed_twice_is_left_out(elastic: JobFile, hosts: Path, tmp
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """Its ranks are killed, and nothing starts on it again."""
     hosts.write_text("b:1\na:1\n")
@@ -185,7 +185,7 @@ def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_check_tells_what_min_ranks_allows(elastic: JobFile, tmp_path: Path) -> None:
     many = run(hpctrain("check", "job.toml", "-n", "1"), tmp_path, env=environment(elastic))
     assert many.code == 2 and "[elastic] min_ranks: found 2, but the job starts on 1; expected" in many.err, many

@@ -24,11 +24,11 @@ THOROUGH = {
 """hangs.py runs all."""
 
 
-@pytest.mark.every_change
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     ("communicator", "planted"),
     [
-        pytest.param(communicator, one, marks=[pytest.mark.thorough] * ((communicator, one.name) in THOROUGH))
+        pytest.param(communicator, one, marks=[pytest.mark.nightly] * ((communicator, one.name) in THOROUGH))
         for communicator in ("mpi", "gloo")
         for one in PLANTED
         if (communicator, one.name) in OF_EVERY_RUN | THOROUGH
@@ -48,7 +48,7 @@ def test_the_rank_that_hangs_is_named(communicator: str, planted: Planted, tmp_p
         assert rank == silent or "thread MainThread:" in log or planted.plant == "mismatch", log
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     write_job(tmp_path)
     words = hpctrain("run", "job.toml", "-n", "3")
@@ -56,7 +56,8 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert done.code == 4 and "rank 1 ended without an error message (SIGKILL)" in done.err, done
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("failing", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_failing_rank_ends_ranks_that_do_not_notice(failing: int, tmp_path: Path) -> None:
     """Nobody else ends them where a launcher leaves the others alone, as `srun --kill-on-bad-exit=0` does."""
     write_job(tmp_path)
@@ -78,6 +79,7 @@ def test_a_failing_rank_ends_ranks_that_do_not_notice(failing: int, tmp_path: Pa
     assert not told, told  # they were ended by an order, not by a limit of their own
 
 
+@pytest.mark.nightly
 def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
     write_job(tmp_path)
     asking = hpctrain("where", "out", "--timeout", "2")
@@ -98,7 +100,7 @@ def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
     assert run(hpctrain("where", "nowhere"), tmp_path).code == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_request_to_a_job_that_hangs_or_has_ended(tmp_path: Path) -> None:
     write_job(tmp_path)
     asking = hpctrain("profile", "out", "--now", "--timeout", "8")

@@ -61,7 +61,7 @@ def slowly(job: JobFile) -> JobFile:
     return job.sleeps(0.1).set(job={"steps": 1000}, plugins={"load": ["slow"]})
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     (tmp_path / "noting.py").write_text(NOTING)
     alone = run(hpctrain("run", "job.toml", "--set", "job.output_dir=alone"), tmp_path)
@@ -73,7 +73,7 @@ def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Pa
     assert len((tmp_path / "imports").read_text().splitlines()) == 3, "one in each rank"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_open_mpi_knows_the_hosts_too(openmpi_python: str, slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     words = [openmpi_python, *hpctrain("run", "job.toml")[1:], "--hostfile", "hosts"]
     done = run([*words, "--set", "job.steps=3"], tmp_path, env=environment(tmp_path))
@@ -90,7 +90,7 @@ def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     assert "continue with: hpctrain run job.toml --hostfile hosts" in stopped.out, stopped
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(slow.read_text().replace("time.sleep(0.1)", "open('in-a-step', 'w')\n    time.sleep(60)"))
@@ -115,7 +115,7 @@ def rank_of(command: Started, number: int) -> int:
     return next(p.pid for p in command.ranks() if p.environ().get("PMI_RANK") == str(number))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rank", "host"), [(0, "a"), (1, "a"), (2, "b")])
 def test_a_killed_rank_is_told_with_its_host(
     rank: int, host: str, slowly: JobFile, hosts: Path, tmp_path: Path
@@ -127,7 +127,7 @@ def test_a_killed_rank_is_told_with_its_host(
     assert ended.code == 4 and f"a rank on {host} ended without an error message" in ended.err, ended
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_errors_keep_their_exit_code(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     """MPICH's mpiexec alone would give the codes of all ranks, in one number."""
     wrong = run([*RUN, "--set", "optimizer.lr=-1"], tmp_path, env=environment())
@@ -140,7 +140,7 @@ def test_errors_keep_their_exit_code(job: JobFile, hosts: Path, tmp_path: Path) 
     assert failed.code == 4 and failed.err.count("ZeroDivisionError") == 1, failed
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_out_of_reach(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("a:1\nunknown:1\n")
     unknown = run(RUN, tmp_path, 30, environment())
@@ -167,6 +167,7 @@ def test_mistakes(text: str, words: list[str], said: str, job: JobFile, hosts: P
     assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
 
 
+@pytest.mark.nightly
 def test_no_file_and_no_mpi(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     missing = run(hpctrain("run", "job.toml", "--hostfile", "none"), tmp_path)
     assert missing.code == 2 and "--hostfile none: cannot be read: No such file" in missing.err, missing
@@ -174,7 +175,7 @@ def test_no_file_and_no_mpi(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     assert without.code == 3 and "--hostfile: found no MPI library, expected one" in without.err, without
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_that_are_this_machine_need_no_mpiexec(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=1\n127.0.0.1\n")
     done = run(RUN, tmp_path, env={"HYDRA_LAUNCHER_EXEC": "/none"})

@@ -60,7 +60,7 @@ for top in map(pathlib.Path, sys.argv[2:]):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_kernels_of_another_user_do_not_run(job: JobFile, shared: Path) -> None:
     """Directories with the names of the caches, made before the first job, in which she replaces what it has compiled."""

@@ -21,8 +21,8 @@ def killed(job: JobFile) -> JobFile:
     return job.set(job={"steps": 9}, checkpoint={"every_steps": 2}, plugins={"load": ["killer"]})
 
 
-@pytest.mark.every_change
-@pytest.mark.parametrize("communicator", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
+@pytest.mark.cases(rest="thorough")
+@pytest.mark.parametrize("communicator", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: Path) -> None:
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 90, environment(""))
     assert whole.code == 0, whole
@@ -36,7 +36,7 @@ def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: 
     assert not (tmp_path / "out.1").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_restarts_have_an_end(killed: JobFile, tmp_path: Path) -> None:
     words = hpctrain("run", "job.toml", "-n", "2", "--restarts", "1")
     done = run(words, tmp_path, 120, environment("1:2 1:4"))

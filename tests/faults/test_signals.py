@@ -62,13 +62,12 @@ def stopped_in(job: JobFile, phase: str, number: int, only: int | None) -> Finis
         return command.finish(60)
 
 
-@pytest.mark.always
 @pytest.mark.parametrize(
     ("phase", "number", "only"),
     [
         ("evaluation", SOON, 1),
         *(
-            pytest.param(*case, marks=pytest.mark.thorough)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 ("build", SOON, 1), ("build", TERMINATE, None), ("forward", SOON, 1), ("evaluation", SOON, None),
                 ("save", SOON, 1), ("save", TERMINATE, None),
@@ -109,8 +108,8 @@ def close_terminal_at(text: bytes, words: Sequence[str], cwd: Path) -> int:
     "words",
     [
         ["-n", "2"],
-        pytest.param([], marks=pytest.mark.thorough),
-        pytest.param(["-n", "2", "--set", "job.start=spawn"], marks=pytest.mark.thorough),
+        pytest.param([], marks=pytest.mark.nightly),
+        pytest.param(["-n", "2", "--set", "job.start=spawn"], marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -141,7 +140,7 @@ def hpctrain_step_end(step):
 """
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_of_users_code_end(job: JobFile, start: str) -> None:
     """Pool.terminate() sends SIGTERM, which a rank answers with a save; after a kill of the starter nobody would end them."""
     (job.directory / "pool.py").write_text(POOL)

@@ -13,7 +13,7 @@ import pytest
 from besieging import PYTHON, besieged, needs_root, open_job
 from launching import hpctrain, run, started
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400), needs_root]
+pytestmark = [pytest.mark.timeout(400), needs_root]
 
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node=2", "-m", "hpctrain", "run", "job.toml"]
@@ -84,6 +84,7 @@ def listening(enter: list[str]) -> list[str]:
     return [line.split()[4] for line in shown.stdout.splitlines()]
 
 
+@pytest.mark.cases(thorough=["MPICH"], rest="nightly")
 @pytest.mark.parametrize("launcher", ["MPICH", "gloo", "torchrun", "Flux"])
 def test_a_job_trains_as_if_nobody_were_there(launcher: str, networks: tuple[list[str], list[str]]) -> None:
     """Not with Open MPI: its launcher dies of noise on its own port (SECURITY.md)."""

@@ -43,7 +43,7 @@ class Case:
     change: Callable[[Place], Any]
     commands: list[list[str]]
     codes: Codes
-    thorough: bool = False
+    nightly: bool = False
 
 
 def _replaced(base: str, file: str, commands: list[list[str]], codes: Codes, **special: Codes) -> list[Case]:
@@ -556,7 +556,7 @@ def _looked_at(cases: list[Case]) -> list[Case]:
     """A file in another one's place is refused where all files are opened: with one of them the default tests do."""
     return [
         replace(
-            one, name=f"looked at, {one.name}", thorough=one.name.startswith("run/") and "submissions" not in one.name
+            one, name=f"looked at, {one.name}", nightly=one.name.startswith("run/") and "submissions" not in one.name
         )
         for one in cases
     ]

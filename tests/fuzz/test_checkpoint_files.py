@@ -235,6 +235,7 @@ KINDS: dict[str, tuple[Callable[[Draw, Place], None], str, list[list[str]]]] = {
 }
 
 
+@pytest.mark.cases(thorough=["safetensors"], rest="nightly")
 @pytest.mark.timeout(36_000)
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_files(

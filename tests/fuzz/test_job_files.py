@@ -63,6 +63,7 @@ def draw(strategy: SearchStrategy[T], draws: int, always: bool, each: Callable[[
     )()  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_mutants_are_checked(pytestconfig: pytest.Config) -> None:
     draws, faults = pytestconfig.getoption("--draws"), Faults()
 
@@ -80,6 +81,7 @@ def test_mutants_are_checked(pytestconfig: pytest.Config) -> None:
     faults.refuse()
 
 
+@pytest.mark.nightly
 def test_accepted_mutants_are_trained(pytestconfig: pytest.Config) -> None:
     """`run` refuses only jobs that `check` refuses. Except after a note, it ends with 0, or with 4 if training fails."""
     draws, faults = pytestconfig.getoption("--draws"), Faults()

@@ -137,7 +137,7 @@ ranks() {
   fi
   # the other files of the folder are about the CPU's backends
   limited "$OUT/ranks.log" "$(dirname "$python")/mpiexec" -n 2 "$python" -m pytest -p no:cacheprovider --late --device cuda \
-    -r fE -m "(slow or not thorough) and not nightly and not large" "${leave_out[@]}" \
+    -r fE -m "" "${leave_out[@]}" \
     tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts}.py \
     tests/ranks/test_guard_ranks.py plugins/hpctrain-horovod/tests/ranks/test_horovod_devices.py || code=$?
   note "ranks: exit $code after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/ranks.log" | tail -n 1)"

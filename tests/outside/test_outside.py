@@ -64,7 +64,7 @@ def compare(job: JobFile, expected: list[tuple[float, float]], losses: float = 2
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=norms)
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Path) -> None:
     sources = sorted((PACKAGE / "acme_hpctrain").glob("*.py"))
     imported = {
@@ -80,6 +80,7 @@ def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Pat
     }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_schedule_a_precision_a_format_and_a_communicator(long_job: JobFile, python: str) -> None:
     """A pipeline of four stages on two ranks, ended after two steps and resumed."""
     job = long_job.set(
@@ -107,7 +108,7 @@ def test_a_command(python: str, tmp_path: Path) -> None:
     assert done.code == 0 and "acme-rows   Count the rows that a run has written." in done.out, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_axis(long_job: JobFile, python: str) -> None:
     job = long_job.set(parallelism={"rows": 2}, sharding={"stage": 2})
     train(job, python)
@@ -118,7 +119,7 @@ def test_an_axis(long_job: JobFile, python: str) -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 0.3}, {"name": "adamw", "lr": 0.01}], ids=str)
 def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: dict[str, Any]) -> None:
     """Like a hand-written loop of two processes averaging every third step and at each save; a resume keeps each rank's moments."""
@@ -132,7 +133,7 @@ def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: 
     assert found != pytest.approx([loss for loss, _ in whole], rel=1e-4), "it isn't data parallelism"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_strategy_made_of_the_toolkit(long_job: JobFile, python: str) -> None:
     """Several buckets, micro batches, and compressed sums whose error feedback is by parameter."""
     job = long_job.set(sharding={"name": "late-sums", "bucket_size": "2KB"})
@@ -176,7 +177,7 @@ def _average(ranks: list[list[torch.Tensor]]) -> None:
         other.copy_(mean)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_life_cycle_plugin_keeps_state_and_ends_the_run(job: JobFile, python: str) -> None:
     job.set(job={"steps": 9})
     env = {"ACME_LIMIT": "100"}
@@ -186,7 +187,7 @@ def test_a_life_cycle_plugin_keeps_state_and_ends_the_run(job: JobFile, python: 
     assert "ended        after step 3: the loss was below 100 for 3 steps" in done.out
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_scheduler(long_job: JobFile, python: str) -> None:
     """It submits a sweep of two, one script for each run; they train and are done. Its own sentence is shown."""
     job = long_job.set(scheduler={"background": {"niceness": 1, "ranks_per_node": 2, "time": "1h"}})
@@ -208,7 +209,7 @@ def test_a_scheduler(long_job: JobFile, python: str) -> None:
     assert job.losses("out/optimizer.lr=0.01") == pytest.approx(expected, rel=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_cancelled_job_of_a_scheduler_is_not_run_again(long_job: JobFile, python: str) -> None:
     job = long_job.set(scheduler={"background": {"ranks_per_node": 2}}, job={"steps": 1_000_000})
     ended = job.output / "ended"

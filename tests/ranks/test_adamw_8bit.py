@@ -39,6 +39,7 @@ def _plain(text: str) -> list[Step]:
         )
 
 
+@pytest.mark.cases(nightly=["0"], rest="thorough")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_near_one_process(root, stage: int) -> None:
     if dist.get_world_size() != 2:

@@ -88,6 +88,7 @@ def store(root: Path, **more: Any) -> CheckpointStore:
     return CheckpointStore(root, Hdf5(None), [Hdf5(None)], None, dist.group.WORLD, **more)
 
 
+@pytest.mark.cases(default=["replicated-dcp", "rows-dcp", "rows of halves-dcp", "owner-dcp"], rest="nightly")
 @pytest.mark.parametrize("form", [Hdf5(None), Dcp(None)], ids=lambda form: form.name)
 @pytest.mark.parametrize("written", LAYOUTS)
 def test_any_layout_is_read_in_any_other_at_any_number_of_ranks(
@@ -141,6 +142,7 @@ def test_a_rank_with_nothing_to_write_makes_no_file(root: Path) -> None:
     assert names(path) == ["index.h5", "manifest.json", f"{shard}.h5", f"{shard}.json"]
 
 
+@pytest.mark.thorough
 def test_a_changed_layout_on_one_rank_makes_all_plan_anew(root: Path) -> None:
     one, tensors = store(root), whole()
     layouts = ["rows", "rows", "columns", "owner", "owner"]

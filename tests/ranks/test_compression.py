@@ -211,6 +211,7 @@ def test_complex_gradients_travel_whole(root) -> None:
     assert gradients.tolist() == [3 + 6j, 9j]
 
 
+@pytest.mark.thorough
 @only(2)
 def test_everything_kept_or_sent_is_as_without(root) -> None:
     whole = losses(tables(root, "none", {"name": "none"}))
@@ -221,6 +222,7 @@ def test_everything_kept_or_sent_is_as_without(root) -> None:
     assert later[:3] == whole[:3] and later[3] != whole[3]
 
 
+@pytest.mark.cases(nightly=["top-k"], rest="thorough")
 @only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
@@ -233,6 +235,7 @@ def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
         assert curve == pytest.approx(curves[0], rel=2e-6)
 
 
+@pytest.mark.thorough
 @only(4)
 def test_hybrid_sharding_compresses_between_the_replicas(root, pairs) -> None:
     """Groups of two ranks are nodes, which need no option. Slices of parameters are compressed separately."""
@@ -266,6 +269,7 @@ def remembered(tables: dict[str, Any]) -> Memory:
     return memory
 
 
+@pytest.mark.cases(nightly=["powersgd"])
 @only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, Any]) -> None:
@@ -289,6 +293,7 @@ def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, An
     assert kept == pytest.approx(sum(float(t.norm()) for t in plain.states[-1][:1]), rel=0.5), "not times the scale"
 
 
+@pytest.mark.cases(nightly=["0-{'name': 'powersgd', 'rank': 2, 'inside_nodes': True}"], rest="thorough")
 @only(3)
 @pytest.mark.parametrize(("stage", "compression"), [(0, POWERSGD), (2, TOP_K)], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(root, stage: int, compression: dict[str, Any]) -> None:
@@ -309,6 +314,7 @@ def kept_in_all(session: Session) -> dict[str, float]:
     return totals
 
 
+@pytest.mark.thorough
 @only(3)
 def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixture[str]) -> None:
     """Into other stages, bucket sizes and compressions, and from and to a run without compression. Missing state is reported."""
@@ -334,6 +340,7 @@ def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixt
 # ------------------------------------------------------------------ nodes
 
 
+@pytest.mark.thorough
 @only(2)
 def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.CaptureFixture[str]) -> None:
     whole = losses(tables(root, "none", {"name": "none"}))
@@ -343,6 +350,7 @@ def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.
         assert "top-k has no effect: all" in capsys.readouterr().out
 
 
+@pytest.mark.cases(nightly=["2"], rest="thorough")
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,6 +375,7 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
         assert f"top-k between {nodes} nodes" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @only(3)
 def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
     curves = [losses(tables(root, name, {"name": name}, sharding={"stage": 3})) for name in ("none", "bf16", "fp16")]
@@ -374,6 +383,7 @@ def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
         assert curve == pytest.approx(curves[0], rel=2e-3) and curve != curves[0]
 
 
+@pytest.mark.thorough
 @only(3)
 def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the page must work: it trains, and resumes from its checkpoint exactly."""
@@ -390,6 +400,7 @@ def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPa
     assert losses(tables(root, "halves", sign, 4, **options)) == straight[2:]
 
 
+@pytest.mark.cases(thorough=["pipeline-{'name': 'top-k', 'ratio': 0.05, 'inside_nodes': True}"], rest="nightly")
 @only(4)
 @pytest.mark.parametrize(
     ("axis", "compression"), [("tensor", TOP_K), ("tensor", POWERSGD), ("pipeline", TOP_K)], ids=str

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from training import job, thorough, train_here
+from training import job, nightly, train_here
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.shown_on(2)]
 
@@ -65,16 +65,17 @@ def _own_line() -> str | None:
     return f"{name}:{frame.f_lineno}" if name.partition(".")[0] in OWN else None
 
 
+@pytest.mark.cases(thorough=["{'parallelism': {'pipeline': 2}}"], nightly=["{'sharding': {'stage': 3}}"])
 @pytest.mark.parametrize(
     "tables",
     [
         {"sharding": {"stage": 0}, "optimizer": {"clip_norm": 0.1}},
         {"sharding": {"stage": 3}},
         {"parallelism": {"pipeline": 2}},
-        thorough({"sharding": {"stage": 1}}),
-        thorough({"sharding": {"stage": 2}, "precision": {"mode": "bf16"}}),
-        thorough({"sharding": {"stage": 3}, "parallelism": {"tensor": 2}}),
-        thorough({"parallelism": {"context": 2}, "activation_checkpointing": {"mode": "full"}}),
+        nightly({"sharding": {"stage": 1}}),
+        nightly({"sharding": {"stage": 2}, "precision": {"mode": "bf16"}}),
+        nightly({"sharding": {"stage": 3}, "parallelism": {"tensor": 2}}),
+        nightly({"parallelism": {"context": 2}, "activation_checkpointing": {"mode": "full"}}),
     ],
     ids=str,
 )

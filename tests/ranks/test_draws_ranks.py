@@ -19,6 +19,7 @@ from hpctrain.plugins.user_code.dataset import UserDataset
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
 
+@pytest.mark.thorough
 def test_augmentation_is_that_of_one_process(root) -> None:
     tables: dict[str, Any] = {
         "job": {"name": "drawn", "steps": 10, "seed": 9, "output_dir": str(root)},
@@ -47,6 +48,7 @@ def test_augmentation_is_that_of_one_process(root) -> None:
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=3e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.shown_on(2)
 def test_each_step_of_a_pipeline_draws_anew_and_so_does_a_resume(root) -> None:
     """At this rate the model stays as it is, and all samples are alike: only the dropout changes the loss."""

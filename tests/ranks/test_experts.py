@@ -29,6 +29,7 @@ def tables_of(root: Any, experts: int, steps: int = 6, replicate: int = 1, **sha
     }  # fmt: skip
 
 
+@pytest.mark.cases(thorough=["2-1-{'stage': 1, 'reduce_bucket_size': 200}"], rest="nightly")
 @pytest.mark.parametrize(
     ("experts", "replicate", "sharding"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training import job, session_of, thorough
+from training import job, nightly, session_of
 
 from hpctrain.api import Control, LiveModel, hookimpl
 from hpctrain.base.errors import TrainingError
@@ -69,6 +69,7 @@ def watched(tables: dict[str, Any], ends_at: int | None = None) -> Watch:
     return watch
 
 
+@pytest.mark.cases(thorough=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(root: Path, stage: int) -> None:
     tables = tables_of(root, "Broken", sharding={"stage": stage}, guard={"non_finite": "skip"})
@@ -88,8 +89,9 @@ def test_the_sentence_names_rank_and_gradient(root: Path) -> None:
     assert "first gradient in backward order that is not finite is that of layers.2.bias (Linear)" in said
 
 
+@pytest.mark.cases(default=["0-LateStarved"], rest="nightly")
 @pytest.mark.parametrize("model", ["Starved", "LateStarved"])
-@pytest.mark.parametrize("stage", [0, thorough(1), 2])
+@pytest.mark.parametrize("stage", [0, nightly(1), 2])
 def test_a_rank_without_memory_sits_out_and_no_rank_hangs(root: Path, stage: int, model: str) -> None:
     """The other steps are those of a run that leaves out the same step for another reason."""
     sharding = {"stage": stage, "reduce_bucket_size": 100}
@@ -112,6 +114,7 @@ def test_where_a_rank_can_t_sit_out_the_job_is_refused(root: Path, tables: dict[
         watched(job(job={"output_dir": str(root)}, guard={"oom": "skip"}, **tables))
 
 
+@pytest.mark.cases(nightly=["3"], rest="thorough")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rollback_goes_on_with_the_samples_that_follow_also_after_a_resume(root: Path, stage: int) -> None:
     def tables(name: str) -> dict[str, Any]:
@@ -131,6 +134,7 @@ def test_a_rollback_goes_on_with_the_samples_that_follow_also_after_a_resume(roo
     assert first.losses[:at] == full.losses[:at] and first.losses[at + 1 :] + rest.losses == full.losses[at + 1 :]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", STAGES)
 def test_guards_that_never_fire_change_nothing(root: Path, stage: int) -> None:
     guard = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from plain import batches_of, gpt_loss, module_of, samples_of, stacked, train_gpt
 from torch import Tensor
-from training import SGD, job, session_of, thorough, train_here
+from training import SGD, job, nightly, session_of, train_here
 
 from hpctrain.api import LiveModel, Piece, UsageError, hookimpl
 from hpctrain.checking.check import check
@@ -29,7 +29,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 everywhere = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 on_four = pytest.mark.parametrize(
-    "layout", [one if n in (3, 5, 7, 8) else thorough(one) for n, one in enumerate(LAYOUTS)], ids=str
+    "layout", [one if n in (3, 5, 7, 8) else nightly(one) for n, one in enumerate(LAYOUTS)], ids=str
 )
 
 
@@ -95,6 +95,15 @@ class NoOutputs(Looks):
     def hpctrain_outputs(self) -> None: ...
 
 
+@pytest.mark.cases(
+    default=["{}"],
+    thorough=[
+        "{'sharding': {'stage': 3}}",
+        "{'parallelism': {'context': 2}}",
+        "{'parallelism': {'pipeline': 2}, 'batch': {'micro_size': 3}}",
+    ],
+    rest="nightly",
+)
 @everywhere
 def test_whole_parameters_and_gradients(root, layout: dict[str, Any]) -> None:
     tables, looks = tables_of(root, layout), Looks()
@@ -133,7 +142,8 @@ def test_values_that_each_rank_has_of_its_own(root) -> None:
     torch.testing.assert_close(whole.of("w", lambda piece: piece.tensor), mean)
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [nightly(0), nightly(1), 2])
 @pytest.mark.ranks(4)
 def test_gradients_that_ranks_make_in_an_order_of_their_own(root, stage: int) -> None:
     """Split backwards give the gradients of the norms, which sequence parallelism sums, in another order on each rank."""
@@ -147,6 +157,13 @@ def test_gradients_that_ranks_make_in_an_order_of_their_own(root, stage: int) ->
     torch.testing.assert_close(looks.gradients, Reference(tables).gradients, rtol=1e-7, atol=1e-12)
 
 
+@pytest.mark.cases(
+    nightly=[
+        "{'parallelism': {'tensor': 2}, 'sharding': {'stage': 3}}",
+        "{'parallelism': {'tensor': 2, 'pipeline': 2}, 'batch': {'micro_size': 3}}",
+    ],
+    rest="thorough",
+)
 @on_four
 def test_moving_average(root, layout: dict[str, Any]) -> None:
     """The evaluations are those of the averages, also after a resume on plain data parallelism; training is untouched."""
@@ -208,6 +225,7 @@ STRATEGIES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(default=["{'stage': 0}"], thorough=["{'stage': 3}"], rest="nightly")
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_weights_swapped_around_evaluations(root, strategy: dict[str, Any]) -> None:
@@ -226,6 +244,7 @@ def test_weights_swapped_around_evaluations(root, strategy: dict[str, Any]) -> N
     assert swaps.evaluations == pytest.approx(evaluations, rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(1)
 def test_weights_swapped_where_evaluations_leave_a_unit_out(root) -> None:
     """A unit of stage 3 that an evaluation gathered ahead and did not use has the values of the evaluation, too."""
@@ -247,6 +266,7 @@ def test_weights_swapped_where_evaluations_leave_a_unit_out(root) -> None:
     assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_before_its_first_step_the_average_is_the_weights(root) -> None:
     """Between its updates, too."""
     tables = tables_of(root, {"sharding": {"stage": 2}}, evaluation={"every_steps": 1})

@@ -132,15 +132,19 @@ IN_16_BITS = [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]]
 def one_axis(case: Any) -> Any:
     """Stages need data-parallel ranks, which 2 ranks with another axis don't have. One precision of a case is enough by default."""
     marks = [pytest.mark.shown_on(4)] if case[1] and "context" not in case[0] else []
-    return pytest.param(case, marks=[*marks, pytest.mark.thorough] if case in FP64 + IN_16_BITS else marks)
+    return pytest.param(case, marks=[*marks, pytest.mark.nightly] if case in FP64 + IN_16_BITS else marks)
 
 
+@pytest.mark.cases(
+    default=["pipeline-stage0-sgd0"], thorough=["tensor-stage0-adamw", "context-stage0-adamw"], rest="nightly"
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", map(one_axis, ONE_AXIS), ids=label)
 def test_one_axis(root, record, case) -> None:
     run(root, record, case)
 
 
+@pytest.mark.cases(default=["pipeline-stage2-adamw"], rest="thorough")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", FP64, ids=label)
 @pytest.mark.shown_on(4)
@@ -148,12 +152,18 @@ def test_fp64(root, record, case) -> None:
     run(root, record, case, "fp64")
 
 
+@pytest.mark.cases(
+    default=["replicate-stage1-sgd"], thorough=["pipeline-stage1-sgd1", "tensor-stage3-sgd"], rest="nightly"
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", TIED, ids=label)
 def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
     run(root, record, case, tie_embeddings=True)
 
 
+@pytest.mark.cases(
+    default=["bf16-context-stage0-sgd", "bf16-pipeline-stage1-sgd"], thorough=["bf16-tensor-stage1-sgd"], rest="nightly"
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", IN_16_BITS, ids=label)
 @pytest.mark.parametrize(
@@ -163,6 +173,7 @@ def test_16_bits(root, record, mode: str, case) -> None:
     run(root, record, case, mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.shown_on(2)
 def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
@@ -183,6 +194,7 @@ def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.cases(nightly=["2"])
 @pytest.mark.ranks(2)
 @pytest.mark.shown_on(2)
 @pytest.mark.parametrize("stage", [1, 2])
@@ -197,6 +209,7 @@ def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -
     compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])
 
 
+@pytest.mark.cases(nightly=["1"], rest="thorough")
 @pytest.mark.ranks(4)
 @pytest.mark.shown_on(4)
 @pytest.mark.parametrize("stage", [1, 2])
@@ -213,6 +226,7 @@ def test_a_save_where_tensor_ranks_hold_unequal_parts(root, stage: int) -> None:
     compare([*rows, *train_here(tables).rows], reference(tables, torch.float64)[1], *BOUNDS["fp64"])
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(4)
 def test_units_of_stage_3_in_blocks_of_which_some_outputs_are_kept(root) -> None:
     """Backward gathers inside a block what forward had prefetched before it."""
@@ -224,6 +238,7 @@ def test_units_of_stage_3_in_blocks_of_which_some_outputs_are_kept(root) -> None
     compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])
 
 
+@pytest.mark.cases(default=["context-replicate-stage2-sgd"], thorough=["pipeline-tensor-stage1-sgd1"], rest="nightly")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", MORE_AXES, ids=label)
 def test_more_axes(root, record, case) -> None:
@@ -242,6 +257,7 @@ def test_four_dimensions(root, record, case) -> None:
     run(root, record, case)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(4)
 @pytest.mark.shown_on(4)
 def test_the_next_job_of_a_process_has_groups_of_its_own(root) -> None:
@@ -258,6 +274,7 @@ def test_the_next_job_of_a_process_has_groups_of_its_own(root) -> None:
     assert losses("again", parallelism=first, batch=batch) == alone
 
 
+@pytest.mark.cases(thorough=["{'context': 2}"], nightly=["{'tensor': 2}"])
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.shown_on(2)

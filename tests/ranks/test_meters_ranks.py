@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hpctrain_plugins.model.gpt import GPT
 from torch.profiler import ProfilerActivity, profile
-from training import job, own_device, session_of, thorough, train_here
+from training import job, nightly, own_device, session_of, train_here
 
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train, train_step
@@ -22,12 +22,13 @@ LAYOUTS = [
     {},
     {"sharding": {"stage": 3}},
     {"parallelism": {"tensor": 2}},
-    thorough({"parallelism": {"pipeline": 2}}),
-    thorough({"parallelism": {"context": 2}, "model": {"max_seq_length": 8}}),
-    thorough({"activation_checkpointing": {"mode": "full"}}),
+    nightly({"parallelism": {"pipeline": 2}}),
+    nightly({"parallelism": {"context": 2}, "model": {"max_seq_length": 8}}),
+    nightly({"activation_checkpointing": {"mode": "full"}}),
 ]
 
 
+@pytest.mark.cases(default=["{}-formula"], thorough=["{'sharding': {'stage': 3}}-formula"], rest="nightly")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("told", [True, False], ids=["formula", "counted"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -56,6 +57,7 @@ def test_the_losses_of_ranks_are_around_the_batch_s(root: Path) -> None:
         assert [sum(row["rank_loss"].values()) / 2 for row in rows] == pytest.approx([row["loss"] for row in rows])
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
     """torch's profiler sees the operations of tensor parallelism from outside."""

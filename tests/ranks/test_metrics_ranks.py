@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from modules import both_splits, built, sequence_of_halves, two_losses
-from training import job, thorough, train_here
+from training import job, nightly, train_here
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.plugins.user_code.dataset import UserDataset
@@ -20,6 +20,7 @@ NAMED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(default=["{}"], nightly=["{'parallelism': {'pipeline': 2}}"], rest="thorough")
 @pytest.mark.parametrize("layout", NAMED, ids=str)
 @pytest.mark.shown_on(2, 4)
 def test_losses_by_name(root, layout: dict[str, Any]) -> None:
@@ -87,12 +88,13 @@ METRICS = [
 KNOWN: dict[str, list[dict[str, float]]] = {}
 
 
+@pytest.mark.cases(nightly=["{}", "{'parallelism': {'tensor': 2}}"], rest="thorough")
 @pytest.mark.parametrize(
     "layout",
     [
         {}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
         {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}},
-        thorough({"parallelism": {"tensor": 2, "context": 2}}),
+        nightly({"parallelism": {"tensor": 2, "context": 2}}),
     ],
     ids=str,
 )  # fmt: skip
@@ -123,14 +125,17 @@ def test_metrics_are_those_of_one_process(root, layout: dict[str, Any]) -> None:
         assert row == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.cases(
+    thorough=["{'parallelism': {'pipeline': 2}, 'batch': {'micro_size': 3}, 'sharding': {'stage': 1}}"], rest="nightly"
+)
 @pytest.mark.parametrize(
     "layout",
     [
-        *map(thorough, ({"sharding": {"stage": stage}} for stage in range(3))),
+        *map(nightly, ({"sharding": {"stage": stage}} for stage in range(3))),
         {"sharding": {"stage": 3}},
-        thorough({"sharding": {"stage": 3, "reshard_after_forward": False}, "precision": {"mode": "bf16"}}),
+        nightly({"sharding": {"stage": 3, "reshard_after_forward": False}, "precision": {"mode": "bf16"}}),
         {"parallelism": {"tensor": 2}, "sharding": {"stage": 2}},
-        thorough({"parallelism": {"context": 2}, "batch": {"tokens": 80, "micro_tokens": 16}, "dataset": {"min_length": 2}}),
+        nightly({"parallelism": {"context": 2}, "batch": {"tokens": 80, "micro_tokens": 16}, "dataset": {"min_length": 2}}),
         {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}, "sharding": {"stage": 1}},
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,7 +219,8 @@ def test_what_is_not_defined_is_refused(world, op, dtype, part):
         dist.all_reduce(torch.zeros(3, dtype=dtype), op)
 
 
-@pytest.mark.large
+@pytest.mark.nightly
+@pytest.mark.skipif(psutil.virtual_memory().total < 60 * 2**30, reason="needs 60 GiB of memory")
 @pytest.mark.ranks(2)
 def test_more_than_2_to_the_31_elements(world):
     elements = 2**31 + 5

@@ -129,6 +129,7 @@ def test_shared_buffers_are_read_where_they_lie(world, way, piece: int) -> None:
     assert torch.equal(whole, total)
 
 
+@pytest.mark.thorough
 @pytest.mark.shown_on(3)
 def test_gathering_in_blocks(world) -> None:
     mine = values(world.rank, 18_000_001, torch.uint8)

@@ -15,7 +15,7 @@ from modules import built
 from plain import Step, gpt_loss, module_of, samples_of, stacked, train_plainly
 from test_stages import compare
 from torch.nn.functional import cross_entropy
-from training import SGD, job, session_of, thorough, train_here
+from training import SGD, job, nightly, session_of, train_here
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
@@ -28,7 +28,7 @@ from hpctrain.ranks.json_collectives import gather_values
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
 LAYOUTS: list[Any] = [
-    thorough({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
+    nightly({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
     {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}},
 ]  # fmt: skip
 
@@ -58,6 +58,11 @@ def reference() -> list[Step]:
     return _plain(json.dumps(tables_of(".", "flow")))
 
 
+@pytest.mark.cases(
+    default=["{'parallelism': {'pipeline': 2}, 'batch': {'micro_size': 3}}"],
+    thorough=["{'parallelism': {'context': 2}}"],
+    rest="nightly",
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_stream_trains_as_in_one_process(root, layout: dict[str, Any]) -> None:
     """192 items of epochs of 50, which no global batch divides; a step's batch spans two epochs."""
@@ -67,6 +72,7 @@ def test_a_stream_trains_as_in_one_process(root, layout: dict[str, Any]) -> None
     assert [row["epoch"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2]], ids=str)
 def test_a_stream_goes_on_under_another_layout(root, layout: dict[str, Any]) -> None:
     skip_unless_even(layout)
@@ -77,8 +83,13 @@ def test_a_stream_goes_on_under_another_layout(root, layout: dict[str, Any]) -> 
     compare(rows, reference(), *BOUNDS["fp32"])
 
 
+@pytest.mark.cases(
+    default=["1-{'parallelism': {'pipeline': 2}, 'batch': {'micro_size': 3}}"],
+    nightly=["1-{'parallelism': {'tensor': 2}}"],
+    rest="thorough",
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("batches", [thorough(None), 1])
+@pytest.mark.parametrize("batches", [nightly(None), 1])
 def test_an_evaluation_of_a_stream_counts_each_item_once(root, layout: dict[str, Any], batches: int | None) -> None:
     skip_unless_even(layout)
     evaluation = {"every_steps": 2, **({} if batches is None else {"batches": batches})}
@@ -94,6 +105,7 @@ def test_an_evaluation_of_a_stream_counts_each_item_once(root, layout: dict[str,
     assert found[0]["evaluation_loss"] == pytest.approx(found[1]["evaluation_loss"], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_shards_are_read_once_in_an_epoch_and_go_on(root) -> None:
     """Every reader has its own items, also where its shard ends earlier than others; a resume takes the next ones."""
     tables = tables_of(root, "sharded", batch={"micro_size": 2})
@@ -127,6 +139,7 @@ MIXTURE: dict[str, Any] = {
 UNEVEN = {**MIXTURE, "sources": {**MIXTURE["sources"], "few": {"name": "flowing:short", "weight": 1.0}}}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "mixture"),
     [({"global_size": 24, "micro_size": 2}, MIXTURE), ({"tokens": 150, "micro_tokens": 40}, UNEVEN)],
@@ -167,7 +180,8 @@ def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
         compare(straight, plain, *BOUNDS["fp32"])
 
 
-@pytest.mark.parametrize("layout", [thorough({}), {"sharding": {"stage": 2}}], ids=str)
+@pytest.mark.cases(rest="thorough")
+@pytest.mark.parametrize("layout", [nightly({}), {"sharding": {"stage": 2}}], ids=str)
 def test_weighted_sentences_of_several_lengths(root, layout: dict[str, Any]) -> None:
     tables: dict[str, Any] = {
         **layout, "job": {"name": "weighted", "steps": 8, "seed": 9, "output_dir": str(root)},
@@ -219,7 +233,7 @@ def _plain_epochs(text: str, smaller: bool, rates: tuple[float, ...]) -> list[St
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("layout", [thorough({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=str)
+@pytest.mark.parametrize("layout", [nightly({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=str)
 def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops: bool) -> None:
     """Batches and learning rates by epochs, over a resume within the second one."""
     skip_unless_even(layout)

@@ -44,6 +44,7 @@ def knotted_alone(tables: dict[str, Any], frozen: str = "") -> list[Any]:
     return foreign_steps(module, tables, torch.optim.SGD, **options)
 
 
+@pytest.mark.cases(nightly=["{'stage': 1}-"])
 @pytest.mark.parametrize(
     ("sharding", "frozen"),
     [({"stage": 2}, "head.weight"), ({"stage": 1}, "")],
@@ -63,6 +64,7 @@ def test_shared_parameters_of_every_kind(root, sharding: dict[str, Any], frozen:
     compare(rows, expected, losses=1e-10, norms=1e-10)
 
 
+@pytest.mark.thorough
 def test_tied_embeddings_are_one_parameter(root) -> None:
     """The parameter is sharded, updated and saved by one rank. A resume is exact, which needs both ends to be equal to the bit."""
     if dist.get_world_size() % 2:
@@ -92,6 +94,7 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
         assert {piece.name for piece in session.model.pieces} <= set(named)
 
 
+@pytest.mark.cases(nightly=["zero-bubble"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.shown_on(2)
 def test_nothing_is_trained_before_the_last_stage(root, schedule: str) -> None:
@@ -107,6 +110,7 @@ def test_nothing_is_trained_before_the_last_stage(root, schedule: str) -> None:
     compare(rows, [(row["loss"], row["grad_norm"]) for row in train_here(tables("whole", {})).rows], 2e-6, 1e-5)
 
 
+@pytest.mark.cases(default=["{'parallelism': {'pipeline': 2}}"], rest="thorough")
 @pytest.mark.shown_on(2)
 @pytest.mark.parametrize(
     "layout",
@@ -159,6 +163,7 @@ def crooked() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(7, 5), *blocks, nn.Flatten(), nn.Linear(15, 7))
 
 
+@pytest.mark.cases(nightly=["zero-bubble"])
 @pytest.mark.shown_on(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_outputs_of_any_form_reach_the_loss(root, schedule: str) -> None:
@@ -270,7 +275,7 @@ def test_no_two_blocks_draw_alike(root) -> None:
     assert len({number for of_rank in everyone for number in of_rank}) == 4 * 3, "blocks x micro batches"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("pipeline", "layers", "micro_batches", "formula"),
     [

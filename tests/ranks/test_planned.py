@@ -1,9 +1,9 @@
 """`hpctrain plan` against reality: the bytes, the traffic and the operations of a real step on each rank, measured as a plan
 measures its own.
 
-    OMP_NUM_THREADS=1 mpiexec -n 4 python -m pytest tests/ranks/test_planned.py -m thorough -k random --draws 50
+    OMP_NUM_THREADS=1 mpiexec -n 4 python -m pytest tests/ranks/test_planned.py -m "" -k random --draws 50
 
-plans this many random layouts instead of the few of every thorough run.
+plans this many random layouts instead of the two of every night.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _cases(jobs: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
             tables,
             id=name,
             marks=[pytest.mark.ranks(ranks), pytest.mark.shown_on(ranks)]
-            + ([] if name in _BY_DEFAULT else [pytest.mark.thorough]),
+            + ([] if name in _BY_DEFAULT else [pytest.mark.nightly]),
         )
         for name, (ranks, tables) in jobs.items()
     ]
@@ -38,6 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--draws") or 2))
 
 
+@pytest.mark.cases(thorough=["stage 3"], rest="nightly")
 @pytest.mark.parametrize(("name", "tables"), [*_cases(JOBS), *_cases(OF_ACCELERATORS)])
 def test_a_plan_is_what_a_step_needs(
     world, root: Path, name: str, tables: dict[str, Any], pytestconfig: pytest.Config
@@ -75,7 +76,7 @@ def test_a_plan_is_what_a_step_needs(
     refuse_difference(mine, found, sent, peak=not pytestconfig.getoption("--late"), flops=flops)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.shown_on(4)
 def test_a_plan_of_a_random_layout(world, root: Path, seed: int, pytestconfig: pytest.Config) -> None:
     tables, _ = two_layouts(seed, world.size)

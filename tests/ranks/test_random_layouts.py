@@ -183,7 +183,6 @@ def plainly(tables: dict[str, Any]) -> tuple[list[tuple[float, float]], float]:
         return steps, mean_loss(module, [samples[i] for i in range(len(samples))]).item()
 
 
-@pytest.mark.always
 def test_two_random_layouts(root, seed: int) -> None:
     first, second = two_layouts(seed, dist.get_world_size())
     told = json.dumps([first, second])

@@ -34,7 +34,6 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.always
 @pytest.mark.ranks(2)
 def test_every_layout_goes_on_from_the_one_before(root) -> None:
     ranks, rows = dist.get_world_size(), []

@@ -53,6 +53,7 @@ def held_bytes(*roots: object) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.cases(default=["{'stage': 0}-1"], thorough=["{'stage': 3}-2"], rest="nightly")
 @pytest.mark.parametrize(
     ("sharding", "replicate"),
     [
@@ -100,6 +101,7 @@ def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
     assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a separate bucket
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.shown_on(2)
@@ -160,6 +162,7 @@ def step(session: Session) -> list[Traffic]:
     return [compute, synchronize, update]
 
 
+@pytest.mark.cases(thorough=["3"])
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.shown_on(2)

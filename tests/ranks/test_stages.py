@@ -16,7 +16,7 @@ from modules import Langevin, Normed, Switched, both_splits, built, foreign_step
 from plain import Step, batches_of, gpt_loss, module_of, samples_of, stacked, train_gpt, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from training import SGD, TINY, job, own_device, session_of, thorough, train_here
+from training import SGD, TINY, job, nightly, own_device, session_of, train_here
 
 from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.contracts.dataset import Samples
@@ -79,6 +79,17 @@ def layout(stage: int, replicate: int = 1) -> str:
     )
 
 
+@pytest.mark.cases(
+    default=[
+        "1-1-('sgd', True, 'none')",
+        "1-1-('sgd', False, 'full')",
+        "2-1-('adamw', False, 'none')",
+        "2-1-('sgd', True, 'none')",
+        "2-1-('sgd', False, 'full')",
+    ],
+    thorough=["3-2-('adamw', False, 'none')"],
+    rest="nightly",
+)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
     ("stage", "replicate"),
@@ -104,6 +115,7 @@ def test_fp32(root, record, stage: int, replicate: int, variant: tuple[str, bool
     record("fp32", layout(stage, replicate), found, optimizer, accumulated, checkpointing)
 
 
+@pytest.mark.cases(thorough=["3-1"], nightly=["1-2", "2-2", "3-2"])
 @pytest.mark.parametrize(
     ("stage", "replicate"),
     [
@@ -121,6 +133,7 @@ def test_fp64(root, record, stage: int, replicate: int) -> None:
     record("fp64", layout(stage, replicate), found, "sgd", True, "none")
 
 
+@pytest.mark.cases(nightly=["bf16-3-False"])
 @pytest.mark.parametrize(("stage", "gathers"), [*((stage, stage == 3) for stage in STAGES), (3, False)])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.shown_on(2)
@@ -153,6 +166,7 @@ def test_a_forward_of_stage_3_leaves_no_weights_in_16_bits(root) -> None:
         assert kept < 0.25 * 2 * blocks
 
 
+@pytest.mark.cases(thorough=["3"], nightly=["0"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.shown_on(2)
 def test_fp16_leaves_out_an_overflow_on_all_ranks(root, stage: int) -> None:
@@ -189,6 +203,11 @@ OPTIONS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cases(
+    default=["2-{'offload_optimizer': True, 'pin_memory': False}"],
+    thorough=["3-{'prefetch': 0, 'reshard_after_forward': False}"],
+    rest="nightly",
+)
 @pytest.mark.parametrize(("stage", "options"), OPTIONS, ids=str)
 @pytest.mark.shown_on(3)
 def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> None:
@@ -199,6 +218,7 @@ def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> 
     compare(train_here(tables).rows, reference(tables)[1], losses=2e-6, norms=1e-5)
 
 
+@pytest.mark.cases(thorough=["3"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.shown_on(2)
 def test_inputs_of_blocks_in_host_memory_change_no_number(root, stage: int) -> None:
@@ -209,8 +229,9 @@ def test_inputs_of_blocks_in_host_memory_change_no_number(root, stage: int) -> N
     compare(train_here(tables).rows, reference(tables)[1], losses=2e-6, norms=1e-5)
 
 
+@pytest.mark.cases(thorough=["bf16-3"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["bf16", thorough("fp16")])
+@pytest.mark.parametrize("name", ["bf16", nightly("fp16")])
 @pytest.mark.shown_on(3)
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
@@ -222,7 +243,8 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     assert found["norm"] > 1e-7 or dist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, thorough(torch.optim.AdamW)])
+@pytest.mark.cases(default=["{'stage': 3, 'wrap': 'class:Twin'}-SGD"], rest="nightly")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, nightly(torch.optim.AdamW)])
 @pytest.mark.parametrize(
     "sharding",
     [*({"stage": stage} for stage in STAGES), *({"stage": 3, "wrap": f"class:{one}"} for one in ("Half", "Twin"))],
@@ -249,6 +271,7 @@ def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], 
     compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
 
 
+@pytest.mark.cases(default=["1"], rest="nightly")
 @pytest.mark.parametrize(
     "stage", [0, 1, 2]
 )  # stage 3 gathers a unit where it is used: ranks must use them in one order
@@ -287,6 +310,7 @@ def test_what_forwards_write_into_buffers_is_one_rank_s_when_it_is_saved(root, s
     assert mine[:7].abs().max() > 0
 
 
+@pytest.mark.cases(default=["layout1"], rest="nightly")
 @pytest.mark.parametrize("layout", [{"sharding": {"stage": 3}}, {"activation_checkpointing": {"mode": "full"}}, {}])
 @pytest.mark.shown_on(2, 3)
 def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
@@ -350,7 +374,8 @@ def evaluation(module: nn.Module) -> float:
         return cross_entropy(module.eval()(ids), labels).item()
 
 
-@pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
+@pytest.mark.cases(thorough=["3"])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 @pytest.mark.shown_on(3)
 def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage: int) -> None:
     tables = job(
@@ -368,8 +393,7 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
     assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
 
 
-@pytest.mark.always
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), thorough("sgd")])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), nightly("sgd")])
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     """Each stage resumes from the previous one, and the curve is that of an uninterrupted run."""
     stages = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0]
@@ -384,7 +408,8 @@ def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     compare(rows, reference(tables)[1], losses=4e-6, norms=2e-5)
 
 
-@pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
+@pytest.mark.cases(nightly=["3"], rest="thorough")
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 @pytest.mark.shown_on(3)
 def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
     """Each rank has only the numbers of its own pieces."""
@@ -420,6 +445,7 @@ def test_parameter_groups(root) -> None:
         assert curve == pytest.approx(curves[0], rel=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.shown_on(2, 3, 4)
 def test_an_axis_whose_ranks_compute_the_same(root) -> None:
@@ -446,7 +472,7 @@ def drawing(root, **tables: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, thorough(2), 3])
+@pytest.mark.parametrize("stage", [0, 1, nightly(2), 3])
 def test_an_optimizer_that_draws(root, stage: int) -> None:
     """Replicas draw alike, at stage 0 as one process, and a resume goes on with the same numbers."""
     whole = train_here(drawing(root / "whole", sharding={"stage": stage})).rows

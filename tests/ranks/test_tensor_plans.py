@@ -44,6 +44,7 @@ def tables_of(root, stage: int = 0, tensor: Any = 2, **model: Any) -> dict[str, 
     }  # fmt: skip
 
 
+@pytest.mark.cases(thorough=["guessed-2", "guessed-3"], rest="nightly")
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.shown_on(2)) for stage in (0, 2)), 3])
 @pytest.mark.parametrize("plan", [{}, GIVEN], ids=["guessed", "given"])
 def test_a_foreign_transformer(root, plan: dict[str, str], stage: int) -> None:
@@ -85,6 +86,7 @@ GUESSED: tuple[dict[str, Any], dict[str, Any]] = ({}, {"key_value_heads": 2, "ml
 sharded = pytest.mark.ranks(4)
 
 
+@pytest.mark.cases(thorough=["given-0"], rest="nightly")
 @pytest.mark.parametrize(
     ("plan", "model", "stage"),
     [
@@ -115,6 +117,7 @@ def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], s
     compare(curve, expected, losses=1e-10, norms=1e-10)
 
 
+@pytest.mark.cases(thorough=["guessed"], rest="nightly")
 @pytest.mark.parametrize(
     ("model", "stage"),
     [({}, 0), ({"planned": True}, 0), pytest.param({"planned": True}, 3, marks=sharded)],
@@ -128,6 +131,7 @@ def test_norms_of_each_head(root, model: dict[str, Any], stage: int) -> None:
     compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
 
 
+@pytest.mark.cases(thorough=["3"])
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=sharded)])
 def test_a_plan_that_forgets_them_is_refused_in_the_first_step(root, stage: int) -> None:
     """The loss of that step would be right, but the ranks would diverge from there on."""
@@ -148,6 +152,7 @@ def test_experts_stay_whole(caplog) -> None:
     assert "layers.*.mlp.experts: experts are not cut" in caplog.text
 
 
+@pytest.mark.cases(nightly=["by-head"])
 @pytest.mark.parametrize("attention", ["by-head", "all-heads"])
 @pytest.mark.shown_on(2)
 def test_an_attention_that_cannot_be_cut_as_guessed_is_left_whole(root, caplog, attention: str) -> None:

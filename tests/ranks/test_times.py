@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from training import Rows, job, own_device, session_of, thorough
+from training import Rows, job, nightly, own_device, session_of
 
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.signals import StopRequest
@@ -83,8 +83,9 @@ def slow_save(session: Session) -> None:
     session.store._writer.write = slowly  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "layout", [{}, thorough({"sharding": {"stage": 3}}), thorough({"sharding": {"stage": 1}})], ids=str
+    "layout", [{}, nightly({"sharding": {"stage": 3}}), nightly({"sharding": {"stage": 1}})], ids=str
 )
 def test_the_times_add_up(root, layout: dict[str, Any]) -> None:
     tables = job(
@@ -105,6 +106,7 @@ def test_the_times_add_up(root, layout: dict[str, Any]) -> None:
         assert all(row["seconds"]["communication"] > 0.5 * share for row in found.rows[behind:])
 
 
+@pytest.mark.cases(thorough=["save"], rest="nightly")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cause", ["data", "compute", "save"])
 def test_a_slow_rank_is_named(
@@ -129,8 +131,8 @@ def test_a_slow_rank_is_named(
 BURNER = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
-@pytest.mark.thorough  # needs a core for each rank
 def test_a_rank_on_a_core_that_others_use_is_named(root) -> None:
     """Each rank has a core of its own; on the last one's, three programs compute, too."""
     cores, rank, last = sorted(os.sched_getaffinity(0)), dist.get_rank(), dist.get_world_size() - 1
@@ -152,8 +154,8 @@ def test_a_rank_on_a_core_that_others_use_is_named(root) -> None:
     assert len(told) >= 10 and set(told) == {(last, "compute")}, told
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
-@pytest.mark.thorough  # needs a core for each rank
 @pytest.mark.parametrize("run", range(10))
 def test_no_rank_is_named_where_none_is_slow(root, run: int) -> None:
     found = trained(job(job={"output_dir": str(root), "steps": 150, "seed": run}), Observer())

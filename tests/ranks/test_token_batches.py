@@ -86,6 +86,7 @@ def skip_unless_even(parallelism: dict[str, Any]) -> None:
         pytest.skip("needs an even number of ranks")
 
 
+@pytest.mark.cases(default=["{}-1"], thorough=["{}-3", "{'context': 2}-2"], rest="nightly")
 @pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*layout) for layout in LAYOUTS], ids=str)
 def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], stage: int) -> None:
     skip_unless_even(parallelism)
@@ -96,6 +97,7 @@ def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], sta
     assert len({row["tokens"] for row in rows}) > 1, "budgets that are never quite filled"
 
 
+@pytest.mark.cases(thorough=["{}-0", "{'context': 2}-2"], rest="nightly")
 @pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*layout) for layout in PACKED], ids=str)
 def test_packed_rows(root, record, parallelism: dict[str, Any], stage: int) -> None:
     """The curve of samples that are forwarded one by one; each in a row with others here, and cut by context parallelism."""
@@ -111,6 +113,7 @@ def test_packed_rows(root, record, parallelism: dict[str, Any], stage: int) -> N
         assert mine["evaluation_tokens"] == other["evaluation_tokens"]
 
 
+@pytest.mark.cases(nightly=["{'tensor': 2}"], rest="thorough")
 @pytest.mark.parametrize("parallelism", [somewhere({}), somewhere({"tensor": 2})], ids=str)
 def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: dict[str, Any]) -> None:
     """The second half of the steps runs under another layout, starting in the middle of an epoch."""
@@ -123,6 +126,7 @@ def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: di
     compare(rows, reference(), *BOUNDS["fp32"])
 
 
+@pytest.mark.cases(thorough=["{}-3"])
 @pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*LAYOUTS[3]), LAYOUTS[6]], ids=str)
 def test_evaluation_counts_each_token_once(root, parallelism: dict[str, Any], stage: int) -> None:
     skip_unless_even(parallelism)

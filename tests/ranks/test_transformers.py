@@ -20,6 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "llama"
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2), pytest.mark.shown_on(2)]
 
 
+@pytest.mark.cases(nightly=["tensor, full"], rest="thorough")
 @pytest.mark.parametrize(
     "layout",
     [

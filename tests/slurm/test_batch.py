@@ -62,7 +62,7 @@ def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
     cluster.empty()
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_the_batch_script_goes_on_after_its_signal(
     cluster: Cluster, job: JobFile, straight: list[str], submitted: str
 ) -> None:
@@ -76,7 +76,7 @@ def test_the_batch_script_goes_on_after_its_signal(
     assert loss_texts(job) == straight
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFile, straight: list[str]) -> None:
     """The limit is a minute, Slurm's shortest; it may send the signal up to a minute early."""
@@ -105,7 +105,7 @@ def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFi
     assert loss_texts(job) == straight
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) -> None:
     job.wait_for_steps(10)
     cluster.ask("scancel", submitted)
@@ -116,7 +116,7 @@ def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) 
     assert "stopped at step" in said, said
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
 def test_a_signal_to_the_step_saves_and_the_next_goes_on(
     cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]
@@ -135,7 +135,7 @@ def test_a_signal_to_the_step_saves_and_the_next_goes_on(
     assert loss_texts(job) == straight
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
 def test_a_killed_rank_ends_the_step_and_the_next_goes_on(
     cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]

@@ -10,7 +10,7 @@ from launching import hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 FOUR = ["srun", "-K", "-N2", "-n4", "--ntasks-per-node=2"]
 TWO = ["srun", "-K", "-N2", "-n2"]
@@ -25,6 +25,7 @@ def write_on(cluster: Cluster, node: str, name: str, text: str) -> None:
     assert done.code == 0, done
 
 
+@pytest.mark.nightly
 @with_and_without_mpi
 def test_an_exception_on_one_rank_is_told_once(cluster: Cluster, job: JobFile, mpi: list[str]) -> None:
     (job.directory / "faulty.py").write_text(
@@ -45,6 +46,7 @@ def test_an_exception_on_one_rank_is_told_once(cluster: Cluster, job: JobFile, m
     assert "Traceback" not in done.err, done
 
 
+@pytest.mark.cases(nightly=["gloo"], rest="thorough")
 @with_and_without_mpi
 def test_a_plugin_that_one_node_lacks(cluster: Cluster, job: JobFile, mpi: list[str]) -> None:
     hook = "from hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_step_end(step, metrics): pass\n"
@@ -55,6 +57,7 @@ def test_a_plugin_that_one_node_lacks(cluster: Cluster, job: JobFile, mpi: list[
     assert "Traceback" not in done.err and not job.output.exists(), done
 
 
+@pytest.mark.cases(nightly=["gloo"], rest="thorough")
 @with_and_without_mpi
 def test_other_data_on_one_node(cluster: Cluster, job: JobFile, mpi: list[str]) -> None:
     write_on(cluster, "node1", "text", "one and two " * 100)
@@ -80,6 +83,7 @@ main()
 """The command with a shorter timeout than the five minutes of a real run, and with a rank that does not come."""
 
 
+@pytest.mark.nightly
 def test_a_rank_that_never_joins_is_named(cluster: Cluster, job: JobFile) -> None:
     """Without MPI: with it, MPI_Init itself would wait, and nothing of hpctrain runs meanwhile."""
     (job.directory / "impatient.py").write_text(IMPATIENT)
@@ -88,6 +92,7 @@ def test_a_rank_that_never_joins_is_named(cluster: Cluster, job: JobFile) -> Non
     assert "rank 0 on node1 waited" in done.err and "for rank 0" not in done.err, done
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_stuck_in_a_plugin_is_named(cluster: Cluster, job: JobFile) -> None:
     """Under MPI, and the job ends: MPI_Finalize would wait for that rank, too."""
     (job.directory / "impatient.py").write_text(IMPATIENT)

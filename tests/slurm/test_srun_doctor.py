@@ -14,7 +14,7 @@ from launching import Finished, hpctrain
 
 from slurm.cluster import NODES, Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 FOUR = ["srun", "-K", "-N2", "-n4", "--ntasks-per-node=2"]
 
@@ -37,6 +37,7 @@ def slowed(cluster: Cluster, rate: str) -> Iterator[None]:
             subprocess.run([*cluster.inside(node), "tc", "qdisc", "del", "dev", "eth0", "root"], check=True, timeout=30)
 
 
+@pytest.mark.nightly
 def test_two_nodes_over_mpi_and_a_slowed_link(cluster: Cluster, tmp_path: Path) -> None:
     command = [*FOUR, "--mpi=pmi2", *hpctrain("doctor", "--json")]
     done = cluster.run(command, tmp_path)
@@ -60,6 +61,7 @@ def test_two_nodes_over_mpi_and_a_slowed_link(cluster: Cluster, tmp_path: Path) 
     assert all(row["state"] == "ok" for row in rows(done, "links in nodes")), done
 
 
+@pytest.mark.nightly
 def test_the_wrong_mpi(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run([*FOUR, "--mpi=none", *hpctrain("doctor")], tmp_path)
     assert done.code == 0 and done.out.count("warn  launcher") == 1, done
@@ -67,6 +69,7 @@ def test_the_wrong_mpi(cluster: Cluster, tmp_path: Path) -> None:
     assert "communicator       gloo" in done.out, done
 
 
+@pytest.mark.nightly
 def test_a_directory_of_each_nodes_own(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(
         [*FOUR, "--mpi=pmi2", *hpctrain("doctor", "--json", "--directory", str(cluster.local))], tmp_path

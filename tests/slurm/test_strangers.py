@@ -11,11 +11,12 @@ from launching import hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240), needs_root]
+pytestmark = [pytest.mark.timeout(240), needs_root]
 
 WORDS = ["srun", "-K", "-N2", "-n2", *hpctrain("run", "job.toml")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("carrier", ["MUNGE", "a file"])
 def test_a_job_over_two_nodes_trains_as_if_nobody_were_there(cluster: Cluster, carrier: str, tmp_path: Path) -> None:
     home, programs = tmp_path / "home", tmp_path / "bin"
@@ -41,6 +42,7 @@ def test_a_job_over_two_nodes_trains_as_if_nobody_were_there(cluster: Cluster, c
         assert [path.name for path in home.rglob("*")] == ([".hpctrain"] if carrier == "a file" else [])
 
 
+@pytest.mark.nightly
 def test_nothing_listens_on_all_addresses(cluster: Cluster) -> None:
     """While the job trains, rank 0's node listens with the store on its address, and nowhere else."""
     with open_job() as job:

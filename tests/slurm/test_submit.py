@@ -13,7 +13,7 @@ from launching import Finished, wait_until
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 TO = ("--to", "slurm", "--nodes", "2")
 SLOW = ("--set", "plugins.load=['slow']")
@@ -65,6 +65,7 @@ def output(job: JobFile, number: str) -> str:
     return path.read_text() if path.exists() else "no output"
 
 
+@pytest.mark.nightly
 def test_the_metrics_are_there_and_no_secret(
     cluster: Cluster, job: JobFile, losses_alone: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_metrics_are_there_and_no_secret(
     assert done.code == 0 and "done already" in done.out, done
 
 
+@pytest.mark.nightly
 def test_running_is_not_submitted_again_and_cancel_ends_it(cluster: Cluster, job: JobFile) -> None:
     number, *_ = submit(cluster, job, "--set", "job.steps=100000", *SLOW)
     wait_until(lambda: (job.output / "metrics.jsonl").exists(), 90, "the first step")
@@ -94,6 +96,7 @@ def test_running_is_not_submitted_again_and_cancel_ends_it(cluster: Cluster, job
     assert list(job.output.glob("checkpoints/step-*")), output(job, number)
 
 
+@pytest.mark.nightly
 def test_a_job_that_fails_and_one_that_waits(cluster: Cluster, job: JobFile) -> None:
     (job.directory / "faulty.py").write_text(
         "from hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_step_end(step, metrics): raise ValueError('mine')\n"
@@ -113,6 +116,7 @@ def test_a_job_that_fails_and_one_that_waits(cluster: Cluster, job: JobFile) -> 
     assert refused.code == 2 and f"found slurm job {number} failed" in refused.err, refused
 
 
+@pytest.mark.nightly
 def test_an_array_of_three(cluster: Cluster, job: JobFile) -> None:
     rates = ("0.1", "0.01", "0.001")
     numbers = submit(cluster, job, "--array", f"optimizer.lr={','.join(rates)}")
@@ -127,6 +131,7 @@ def test_an_array_of_three(cluster: Cluster, job: JobFile) -> None:
     assert status(cluster, job, "out/optimizer.lr=0.01") == [f"slurm job {numbers[1]}: done, step 4 of 4"]
 
 
+@pytest.mark.nightly
 def test_a_chain_of_two_waits_for_a_requeued_job(cluster: Cluster, job: JobFile) -> None:
     """The first job is requeued once: its end with 75 must not start the second."""
     first, *_ = submit(cluster, job, "--set", "job.steps=30", *SLOW)
@@ -143,6 +148,7 @@ def test_a_chain_of_two_waits_for_a_requeued_job(cluster: Cluster, job: JobFile)
     assert begun > max(row["time"] for row in job.rows()), "the second began before the first was done"
 
 
+@pytest.mark.thorough
 def test_slurms_own_sentence_is_shown(cluster: Cluster, job: JobFile) -> None:
     wrong = ask(cluster, job, "submit", "job.toml", *TO, "--set", "scheduler.slurm.partition=nope")
     assert wrong.code == 2 and wrong.out == "", wrong

@@ -12,7 +12,7 @@ from launching import Started, hpctrain, wait_until
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 LIMIT = 5
 """[watchdog] timeout_seconds."""
@@ -54,6 +54,7 @@ def told(job: Started, words: str, seconds: float) -> str:
     return text
 
 
+@pytest.mark.cases(thorough=["mpi"], rest="nightly")
 @with_and_without_mpi
 def test_a_node_that_is_cut_off_is_named(cluster: Cluster, endless: JobFile, mended: None, mpi: list[str]) -> None:
     job = cluster.start([*TWO, *mpi, *hpctrain("run", "job.toml")], endless.directory)
@@ -66,6 +67,7 @@ def test_a_node_that_is_cut_off_is_named(cluster: Cluster, endless: JobFile, men
         job.kill_all()
 
 
+@pytest.mark.nightly
 def test_a_frozen_rank_ends_the_job(cluster: Cluster, endless: JobFile) -> None:
     stop = (
         "import os, signal\n"

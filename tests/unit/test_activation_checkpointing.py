@@ -70,6 +70,7 @@ def test_every_other_block_keeps_more_than_every_block() -> None:
     assert run({"mode": "full"})[0] < run({"mode": "full", "every": 2})[0] < run({"mode": "none"})[0]
 
 
+@pytest.mark.cases(nightly=["{'mode': 'full', 'offload': True}"], rest="thorough")
 @pytest.mark.parametrize("table", [{"mode": "full", "offload": True}, {"mode": "selective"}], ids=str)
 def test_blocks_are_compiled_and_computed_again(
     table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def losses(directory: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_numbers_of_torchao() -> None:
     tables = job("out")
     tables["schedule"] = {"name": "linear", "warmup_steps": 2}
@@ -59,6 +60,7 @@ def test_the_numbers_of_torchao() -> None:
     assert rows == pytest.approx([0.005, 0.01, *(0.002 * left for left in (5, 4, 3, 2, 1, 0))], abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_resume_stays_within_the_bound() -> None:
     whole = job("whole")
     hpctrain.run(whole)

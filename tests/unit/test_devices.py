@@ -43,6 +43,7 @@ def test_kinds_of_devices_are_named_in_one_place() -> None:
     assert {name: lines for name, lines in found.items() if lines} == NVIDIA_OWN
 
 
+@pytest.mark.thorough
 def test_importing_it_takes_torch_only() -> None:
     code = "import sys, hpctrain.base.devices; print(*sorted(name for name in sys.modules if name.partition('.')[0] == 'hpctrain'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

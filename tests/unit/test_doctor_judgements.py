@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from hpctrain_tools.doctor.communication import RankPair, judge_links, judge_work, ring
 from hpctrain_tools.doctor.findings import FindingOfRanks
 from hpctrain_tools.doctor.node import judge_cores
@@ -74,6 +75,7 @@ def test_shared_cores_and_too_many_threads() -> None:
     assert "8 threads of 2 ranks: threads wait" in row.found
 
 
+@pytest.mark.thorough
 def test_a_stage_that_does_not_end_is_named_and_ends_the_process() -> None:
     """Another thread does it: a system call on a dead file server does not return."""
     code = (

@@ -67,6 +67,7 @@ def run(output: str, steps: int = 12, seed: int = 1, evaluates: int = 0, **datas
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.nightly
 def test_a_job_with_augmentation_and_dropout_is_the_same_twice_with_workers_and_after_a_resume() -> None:
     straight = run("straight")
     assert run("again") == straight

@@ -11,7 +11,7 @@ from launching import run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=[">&-"], rest="nightly")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_ranks_are_forked_where_a_standard_stream_is_closed(job: JobFile, closed: str) -> None:
     words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "hpctrain", "run", "job.toml", "-n", "2"]

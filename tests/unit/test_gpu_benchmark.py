@@ -66,7 +66,7 @@ def run_benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_stages_against_the_plain_loop_on_a_cpu() -> None:
     done = run_benchmark("stages", "--tiny", "--device", "cpu", "--rounds", "3")
     assert done.returncode == 0, done.stderr
@@ -79,6 +79,7 @@ def test_stages_against_the_plain_loop_on_a_cpu() -> None:
     assert max(apart) < 1e-3, "bf16 adds in float32, and the clip is summed in another order"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(accelerator() is not None, reason="there is a GPU")
 def test_without_a_gpu_the_benchmark_says_so() -> None:
     done = run_benchmark("train")

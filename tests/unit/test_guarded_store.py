@@ -323,6 +323,7 @@ def test_messages_that_somebody_changes_on_the_way_are_told(
     assert join(server).add("n", 0) <= 3
 
 
+@pytest.mark.thorough
 def test_a_flood_of_connections_keeps_nobody_out_and_takes_no_memory(
     server: StoreServer, store: GuardedStore, told: list[str]
 ) -> None:

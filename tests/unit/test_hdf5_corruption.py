@@ -139,6 +139,7 @@ def test_every_flipped_bit_is_found_while_loading(what: str, checkpoint: Path) -
     load(checkpoint)
 
 
+@pytest.mark.cases(thorough=["data", "structure"])
 @pytest.mark.parametrize("what", ["data", "structure", "table", "manifest"])
 def test_verify_names_the_file_of_a_flipped_bit(what: str, checkpoint: Path) -> None:
     for name, position in positions(checkpoint, what)[:4]:

@@ -58,7 +58,7 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_alone")
 def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = multiprocessing.get_context("forkserver")  # imports torch once for all the children

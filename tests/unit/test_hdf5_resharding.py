@@ -167,6 +167,7 @@ def test_a_system_without_files_in_memory_writes_the_same(
         assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_system_that_writes_less_than_it_was_asked_for_is_asked_again(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield after.lineno, str(after.value.value)
 
 
+@pytest.mark.thorough
 def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     found = {f"{path.relative_to(ROOT)}:{line}": text.split() for path in sources() for line, text in docstrings(path)}
     wrong = PRONOUNS | PREPOSITIONS | CONJUNCTIONS

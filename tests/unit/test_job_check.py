@@ -121,6 +121,7 @@ def test_collectives_are_compared_where_messages_need_no_batches(asked: dict[str
         checked(2, communicator=compared, parallelism=parallelism, model=model)
 
 
+@pytest.mark.nightly
 def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The builds that the tests install were not; another build would take these files for what they are."""
     pem = tmp_path / "pem"
@@ -141,6 +142,7 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch:
     assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"
 
 
+@pytest.mark.thorough
 def test_every_compression_but_those_goes_with_every_stage() -> None:
     for stage in range(4):
         for name in ("none", "bf16", "fp16", *(("top-k", "powersgd") if stage < 3 else ())):
@@ -391,6 +393,7 @@ def test_what_cannot_be_compiled() -> None:
     checked(**compiled, **by_tokens)
 
 
+@pytest.mark.thorough
 def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -595,6 +598,7 @@ def test_a_plugin_s_model_that_raises_hides_nothing(tmp_path: Path, monkeypatch:
     assert [problem.key for problem in others] == [("batch", "global_size")]
 
 
+@pytest.mark.thorough
 def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package's own strategy has a name; the stages have both."""
     monkeypatch.syspath_prepend(str(tmp_path))

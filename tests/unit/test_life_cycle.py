@@ -104,6 +104,7 @@ def losses(directory: str = "out") -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.thorough
 def test_a_plugin_ends_a_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     name = write("patience_ends", PATIENCE)
     tables = {"evaluation": {"every_steps": 2}, "job": {"steps": 9}}
@@ -137,6 +138,7 @@ def test_a_plugin_ends_a_run_that_nobody_wants_to_keep(capsys: pytest.CaptureFix
     assert "ended        after step 3: seen" in (out := capsys.readouterr().out) and "metrics.jsonl, None" not in out
 
 
+@pytest.mark.thorough
 def test_a_plugin_gets_back_what_it_kept(capsys: pytest.CaptureFixture[str]) -> None:
     straight, halves = write("patience_straight", PATIENCE), write("patience_halves", PATIENCE)
     evaluation = {"every_steps": 3}
@@ -154,6 +156,7 @@ def test_a_plugin_gets_back_what_it_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(words[4]) == pytest.approx([average] * 3, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_without_a_plugin_s_state_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     train(job={"steps": 2})
     train(write("patience_later", PATIENCE), job={"steps": 3})
@@ -183,6 +186,7 @@ def test_phases_are_told_in_order() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.cases(thorough=["checkpoint_saved", "job_end"])
 @pytest.mark.parametrize(
     "hook", ["state", "job_start", "step_end", "evaluation", "checkpoint_saved", "phase_begin", "job_end"]
 )
@@ -228,6 +232,7 @@ def hpctrain_step_end(metrics):
 """
 
 
+@pytest.mark.thorough
 def test_tensors_that_hooks_hand_over_are_numbers_or_refused() -> None:
     train(write("hands_one", HANDS_OVER.format(state=None, elements=1)))
     assert json.loads(Path("out/metrics.jsonl").read_text().splitlines()[0])["mine"] == 1.0
@@ -258,6 +263,7 @@ def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
         train(name)
 
 
+@pytest.mark.thorough
 def test_early_stopping_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     """Its page is to be true: also where a checkpoint is saved before the first evaluation, and after a resume."""
     page = (Path(__file__).parent.parent.parent / "docs" / "plugins" / "hook.md").read_text()
@@ -280,6 +286,7 @@ def test_early_stopping_of_the_documentation(capsys: pytest.CaptureFixture[str])
 EARLY = {"evaluation": {"every_steps": 1, "batches": 1}, "optimizer": {"name": "adamw", "lr": 1e-30}}
 
 
+@pytest.mark.thorough
 def test_early_stopping_by_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     job = {**TINY, **EARLY, "job": {**TINY["job"], "steps": 9}}
     result = hpctrain.run({**job, "hook": [{"name": "early-stopping", "patience": 2}]})
@@ -310,6 +317,7 @@ def test_early_stopping_without_evaluations_is_refused() -> None:
         hpctrain.run({**TINY, "hook": [{"name": "early-stopping"}]})
 
 
+@pytest.mark.thorough
 def test_learning_rate_finder(capsys: pytest.CaptureFixture[str]) -> None:
     job = {
         **TINY,

@@ -84,6 +84,7 @@ def test_csv_has_every_value_of_a_run_that_went_on() -> None:
         assert {key: float(value) for key, value in row.items()} == rows("evaluation_loss")[int(row["step"])]
 
 
+@pytest.mark.thorough
 def test_csv_drops_rows_after_the_checkpoint_and_of_an_earlier_run() -> None:
     train(6, {"name": "csv"})
     with Path("out/metrics.csv").open("a") as file:
@@ -229,6 +230,7 @@ def test_mlflow_has_each_step_of_a_run_that_went_on_once() -> None:
     assert params["job.steps"] == "6" and run.data.tags["resumed.job.steps"] == "8"
 
 
+@pytest.mark.thorough
 def test_mlflow_begins_another_run_if_the_store_does_not_know_the_first() -> None:
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
     (prepare() / "mlflow").mkdir()
@@ -356,7 +358,7 @@ def run_with(finish_seconds: float, **logger: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_wandb_keeps_a_run_whose_server_does_not_answer(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs hpctrain[wandb]")
     monkeypatch.setenv("WANDB_BASE_URL", server)
@@ -367,7 +369,7 @@ def test_wandb_keeps_a_run_whose_server_does_not_answer(server: str, monkeypatch
     assert not [path for path in Path().glob("**/*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_mlflow_ends_no_training_whose_server_does_not_answer(server: str) -> None:
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
     said = run_with(-3, name="mlflow", tracking_uri=server)  # 2 seconds in all

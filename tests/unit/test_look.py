@@ -116,6 +116,7 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.cases(nightly=["1"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_step_is_changed_by_it(workers: int) -> None:
     data = {"name": {"train": Rows(0), "validation": Rows(1000)}, "workers": workers}
@@ -199,6 +200,7 @@ def test_what_is_compiled_is_left_alone() -> None:
     assert is_compiled(module)
 
 
+@pytest.mark.cases(thorough=["0.0"])
 @pytest.mark.parametrize("losable", [0.0, 1000.0])
 def test_a_first_evaluation_that_fails_loses_less_than_a_minute(
     losable: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -245,6 +245,7 @@ def test_a_micro_batch_tells_how_long_its_samples_took(workers: int) -> None:
         pool.close()
 
 
+@pytest.mark.thorough
 def test_goodput_is_the_time_of_steps_that_count_since_the_first_start(job: JobFile) -> None:
     job.set(checkpoint={"every_steps": 3}, evaluation={"every_steps": 2})
     hpctrain.run({**job.tables, "job": {**job.tables["job"], "steps": 5}})

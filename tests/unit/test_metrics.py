@@ -137,6 +137,7 @@ def test_what_is_not_counted() -> None:
         )
 
 
+@pytest.mark.thorough
 def test_the_best_by_a_metric_stay() -> None:
     job = tables(
         {"name": "accuracy"}, job={"steps": 8}, evaluation={"every_steps": 1}, optimizer={"lr": 0.3},
@@ -199,6 +200,7 @@ def test_keep_best_by_what_nobody_measures_deletes_nothing() -> None:
         hpctrain.run(tables({"name": "accuracy"}, checkpoint=checkpoint))
 
 
+@pytest.mark.thorough
 def test_a_resume_does_not_evaluate_out_of_turn() -> None:
     job = tables(job={"steps": 10}, evaluation={"every_steps": 0, "every_epochs": 1}, checkpoint={"every_steps": 7})
     hpctrain.run({**job, "job": {**job["job"], "steps": 7}, "evaluation": {}})

@@ -139,6 +139,7 @@ def free_port() -> int:
             return port
 
 
+@pytest.mark.thorough
 def test_prometheus_reads_the_newest_values_of_a_run_and_of_its_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("scrapes.py").write_text(SCRAPES)
     monkeypatch.syspath_prepend(".")
@@ -264,6 +265,7 @@ def test_readers_that_break_off_or_wait_disturb_nobody(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.thorough
 def test_a_pushgateway_gets_the_values_at_the_end_and_a_resume_replaces_them() -> None:
     with receiver() as (uri, got):
         for steps in (2, 4):
@@ -277,6 +279,7 @@ def test_a_pushgateway_gets_the_values_at_the_end_and_a_resume_replaces_them() -
         assert found["hpctrain_steps_total"] == [2]
 
 
+@pytest.mark.cases(thorough=["silent"])
 def test_a_dead_pushgateway_ends_no_training(
     dead: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +335,7 @@ def points(body: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     return attributes, found
 
 
+@pytest.mark.thorough
 def test_a_collector_gets_the_newest_values_of_a_run_and_of_its_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Bearer%20{SECRET}")
     monkeypatch.setenv("FLUX_JOB_ID", "f23")
@@ -387,6 +391,7 @@ def test_a_collector_that_fails_at_first_gets_the_values_later(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.cases(nightly=["silent"], rest="thorough")
 def test_a_dead_collector_ends_no_training(
     dead: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,6 +259,7 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     return losses
 
 
+@pytest.mark.nightly
 def test_samples_of_several_lengths_train_through_a_function_of_ones_own() -> None:
     """Named in the job or a method of the data set, with workers and without: the losses of a loop without padding."""
     found = rows_of(tables("named", {"name": "own:data", "collate": "own:pad"}))
@@ -270,6 +271,7 @@ def test_samples_of_several_lengths_train_through_a_function_of_ones_own() -> No
     assert both != own, "the key of the job comes first"
 
 
+@pytest.mark.thorough
 def test_what_a_collate_draws_depends_on_the_seed_alone() -> None:
     dataset = {"name": "own:data", "collate": "own:masked"}
     straight = rows_of(tables("straight", dataset))
@@ -279,6 +281,11 @@ def test_what_a_collate_draws_depends_on_the_seed_alone() -> None:
     assert rows_of(tables("other", dataset, job={"seed": 4})) != straight
 
 
+@pytest.mark.cases(
+    nightly=[
+        "1-own:first_only-TrainingError-collate = 'own:first_only' returned a target of shape \\\\(1,\\\\) for 4 samples; expec"
+    ]
+)
 @pytest.mark.parametrize(
     ("collate", "kind", "sentence"),
     [
@@ -380,6 +387,7 @@ def test_batches_of_two_shapes_are_refused_where_a_pipeline_would_hang() -> None
         split({"ids": torch.zeros(2, 4), "labels": torch.zeros(2)})
 
 
+@pytest.mark.thorough
 def test_ten_evaluations_start_each_worker_once() -> None:
     evaluations = {"evaluation": {"every_steps": 1}, "job": {"steps": 10}}
     dataset = {"name": "own:collated"}
@@ -391,6 +399,7 @@ def test_ten_evaluations_start_each_worker_once() -> None:
     assert starts == {"train": 2, "validation": 2}, "the data is sent once to each"
 
 
+@pytest.mark.cases(thorough=["fork"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_other_ways_to_start_workers(method: str) -> None:
     dataset = {"name": "own:data", "collate": "own:masked"}
@@ -425,6 +434,7 @@ def drawn(output: str, steps: int, **dataset: Any) -> tuple[list[float], list[fl
     return rows_of(job), rows_of(job, "epoch")
 
 
+@pytest.mark.thorough
 def test_weighted_samples_are_drawn_alike_on_a_resume_and_with_workers() -> None:
     straight = drawn("straight", 8, name="own:data", weights="own:rare")
     assert straight[0] != drawn("even", 8, name="own:data")[0]
@@ -474,6 +484,7 @@ def test_an_epoch_that_fills_no_batch() -> None:
         hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
 
 
+@pytest.mark.thorough
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Its data set, its collate_fn and its number of workers; the order and the batches are the job's."""
     evaluated = {"evaluation": {"every_steps": 3}}
@@ -529,7 +540,7 @@ def train():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_data_of_a_script_or_a_notebook() -> None:
     """A notebook has no file that a worker could import, as code from the command line."""
     guarded, bare = SCRIPT + "if __name__ == '__main__': train()", SCRIPT + "train()"

@@ -186,6 +186,7 @@ def test_clipping_and_the_norm_before() -> None:
     assert all(row["grad_norm"] > 1 for row in rows())
 
 
+@pytest.mark.thorough
 def test_a_resume_gives_everything_back() -> None:
     """Models, optimizers, a scheduler, an object with a tensor, and random numbers."""
 

@@ -51,6 +51,7 @@ def test_the_example_of_a_slot_is_a_plugin_without_a_remark(here: Path, slot: st
     assert not [text for text in said if not text.startswith(f"it provides the {slot} ")], said
 
 
+@pytest.mark.thorough
 def test_the_examples_train_together_and_resume(here: Path) -> None:
     """All that need neither several ranks nor a scheduler, against a run that isn't interrupted."""
     chosen: dict[str, dict[str, Any]] = {

@@ -52,6 +52,7 @@ micro_size = 1
 """
 
 
+@pytest.mark.nightly
 def test_each_preset_has_the_published_number_of_parameters(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     for name, parameters in PUBLISHED.items():

@@ -159,6 +159,7 @@ def beside_training(ask: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.
         return found.result(60)
 
 
+@pytest.mark.thorough
 def test_every_answer_tells_what_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

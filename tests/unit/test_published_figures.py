@@ -69,6 +69,7 @@ def build():
 '''
 
 
+@pytest.mark.cases(default=["2-16.6"], rest="thorough")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.88)])
 def test_the_table_of_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, gigabytes: float) -> None:
@@ -206,14 +207,14 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return plan
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("of", A100S, ids=str)
 def test_printed_times_of_llama_on_a100s(planned: Any, of: Printed) -> None:
     time = planned(of).time
     assert time.seconds == pytest.approx(of.seconds, rel=BAND) and time.least < of.seconds < time.most
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_printed_times_of_llama_on_one_node_and_on_16(planned: Any) -> None:
     times = [planned(of).time for of in H100S]
     for of, time in zip(H100S, times, strict=True):
@@ -222,7 +223,7 @@ def test_printed_times_of_llama_on_one_node_and_on_16(planned: Any) -> None:
     assert lost == pytest.approx(printed, abs=POINTS)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_on_16_nodes_a_plan_prefers_what_experts_do(tmp_path: Path) -> None:
     """Models of billions of parameters are sharded over all ranks, not cut in each node, as long as a sample fits."""
     tables: dict[str, Any] = {

@@ -349,6 +349,7 @@ def test_the_first_step_of_a_start_is_left_out_also_where_rows_have_the_times_of
 HOSTILE = "</svg></pre><script>alert(1)</script>|`$\\frac{a}$`\x1b[31m<img src=x onerror=alert(1)>&\"'\n# x"
 
 
+@pytest.mark.nightly
 def test_crafted_files_stay_text(tmp_path: Path) -> None:
     planted = Planted(tmp_path / "run", job={"name": HOSTILE, "x": {HOSTILE: [HOSTILE]}})
     planted.starts(
@@ -381,6 +382,7 @@ def test_crafted_files_stay_text(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.thorough
 def test_nothing_is_fetched_and_colours_follow_the_page(tmp_path: Path) -> None:
     page = html_page([gather(healthy(tmp_path / "run").directory)])
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|url\((?!#)', page)
@@ -389,6 +391,7 @@ def test_nothing_is_fetched_and_colours_follow_the_page(tmp_path: Path) -> None:
     assert len(page) < 1_500_000
 
 
+@pytest.mark.thorough
 def test_formats_and_refusals_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = killed_and_resumed(tmp_path / "run").directory
     assert execute(["report", str(run), "--format", "json"]) == 0
@@ -409,6 +412,7 @@ def trained(job: JobFile, output: Path, **hook: Any) -> dict[str, Any]:
     return job.tables
 
 
+@pytest.mark.thorough
 def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp_path: Path) -> None:
     assert hpctrain.run(trained(job, tmp_path / "a"))["exit_code"] == 0
     page, log = ((tmp_path / "a" / name).read_text() for name in ("report.html", "log/rank-00000.log"))
@@ -487,6 +491,7 @@ def test_stories_of_real_runs(tmp_path: Path) -> None:
     assert "asked for 20.00 GiB" in found.first.limit and found.first.step, found
 
 
+@pytest.mark.nightly
 def test_a_report_that_fails_or_takes_too_long_hides_nothing(job: JobFile, tmp_path: Path) -> None:
     assert hpctrain.run(trained(job, tmp_path / "a", limit_seconds=1e-6))["exit_code"] == 0
     assert "takes longer than 1e-06 s" in (tmp_path / "a" / "log" / "rank-00000.log").read_text()
@@ -497,6 +502,7 @@ def test_a_report_that_fails_or_takes_too_long_hides_nothing(job: JobFile, tmp_p
     assert "the report is not written: IsADirectoryError" in (tmp_path / "b" / "log" / "rank-00000.log").read_text()
 
 
+@pytest.mark.thorough
 def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rows = tmp_path / "metrics.jsonl", 60_000
     with path.open("w") as file:

@@ -160,6 +160,7 @@ def read_into(form: CheckpointFormat, directory: Path, layout: Layout, ranks: in
     return seen
 
 
+@pytest.mark.cases(thorough=["pipeline-dcp", "four_dims-hdf5"], rest="nightly")
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("written", LAYOUTS)
 def test_every_layout_loads_into_every_other(written: str, form: type[CheckpointFormat], tmp_path: Path) -> None:
@@ -192,6 +193,7 @@ def random_layouts(draw: st.DrawFn) -> tuple[int, dict[str, tuple[tuple[int, ...
     return ranks, tensors
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(layout=random_layouts(), form=st.sampled_from(FORMATS))
 def test_any_rectangles_on_any_ranks(

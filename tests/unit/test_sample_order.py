@@ -71,6 +71,7 @@ def test_weighted_positions_are_independent_draws_in_proportion() -> None:
 COUNTS = st.lists(st.integers(1, 300), min_size=1, max_size=5)
 
 
+@pytest.mark.nightly
 @settings(max_examples=20, deadline=None)
 @given(COUNTS, st.data())
 def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], data: st.DataObject) -> None:

@@ -86,6 +86,7 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.cases(default=["table0-steps0"], rest="thorough")
 @pytest.mark.parametrize(
     ("table", "steps"),
     [
@@ -111,6 +112,7 @@ def test_epochs_go_on_to_their_end_with_another_batch() -> None:
     assert hpctrain.run(tables)["step"] == 3 + 7
 
 
+@pytest.mark.thorough
 def test_the_newest_every_nth_and_the_best_stay() -> None:
     table = {"every_steps": 1, "keep": 1, "keep_every": 5, "keep_best": 2}
     train(job={"steps": 6}, evaluation={"every_steps": 2}, optimizer={"lr": 0.5}, checkpoint=table)
@@ -125,6 +127,7 @@ def test_the_newest_every_nth_and_the_best_stay() -> None:
     assert steps_saved() == sorted({8, 5, *best})
 
 
+@pytest.mark.thorough
 def test_a_signal_saves_before_an_evaluation_and_the_resume_makes_up_for_it() -> None:
     Path("stops.py").write_text(STOPS)
     every: Any = {"every_steps": 2}
@@ -185,6 +188,7 @@ def test_what_stays(newest: int | None, every: int | None, best: int | None, sta
     assert retention.staying(paths(8, 7, 6, 5, 4, 9), {"step-00000009"}) == set(paths(*stay))
 
 
+@pytest.mark.cases(thorough=["True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_is_told_and_training_goes_on(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
     Path("breaks.py").write_text(BREAKS)
@@ -198,6 +202,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(asynchronous: bool, caps
     assert len(rows()) == 8
 
 
+@pytest.mark.cases(thorough=["True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_stops_the_training_at_once_or_at_a_next_step(asynchronous: bool) -> None:
     Path("breaks.py").write_text(BREAKS)
@@ -247,6 +252,7 @@ def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> 
     assert "metrics.jsonl could not be written; its last 1 rows are missing: No space left on device" in caplog.text
 
 
+@pytest.mark.cases(default=["full"], rest="thorough")
 @pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
 def test_output_that_cannot_be_written_ends_no_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
@@ -330,6 +336,7 @@ def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> No
     assert out.count("done         step 1, loss 4.") == 1 and "done         step 1, nothing left to train" in out
 
 
+@pytest.mark.thorough
 def test_one_run_at_a_time_in_an_output_directory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +370,7 @@ def test_a_run_that_waited_for_another_job_to_end_does_not_go_on_with_its_checkp
         train(job={"steps": 2, "seed": 2})
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_training_is_refused_though_its_tensors_fit() -> None:
     train(job={"steps": 2})
     Path("link").symlink_to("out/checkpoints/step-00000002")
@@ -374,6 +382,7 @@ def test_a_checkpoint_of_another_training_is_refused_though_its_tensors_fit() ->
     assert hpctrain.run(job, resume="link")["step"] == 3
 
 
+@pytest.mark.thorough
 def test_values_that_no_training_saved_are_refused_by_name() -> None:
     tables = {"precision": {"mode": "fp16"}, "optimizer": {"name": "sgd", "lr": 0.1}}
     train(job={"steps": 1}, **tables)

@@ -99,6 +99,7 @@ def nothing(step, steps):
 """
 
 
+@pytest.mark.thorough
 def test_ones_own_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_schedules.py").write_text(OWN)

@@ -210,6 +210,7 @@ def test_a_prompt_of_the_only_rank_does_not_wait_and_the_bar_comes_back(monkeypa
     assert screen.getvalue() == f"{CLEAR_LINE}10%{CLEAR_LINE}20% more\n(bar)"
 
 
+@pytest.mark.thorough
 def test_lines_and_the_log_tell_epoch_time_and_the_best_after_a_resume_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +231,7 @@ def test_lines_and_the_log_tell_epoch_time_and_the_best_after_a_resume_too(
     assert all(line in log for line in out.splitlines()), (out, log)
 
 
+@pytest.mark.thorough
 def test_each_start_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -269,6 +271,7 @@ def test_the_eta_follows_the_latest_steps_smoothly(
     assert etas[99] == "48:20"  # not 5:33:20
 
 
+@pytest.mark.thorough
 def test_a_resume_says_what_more_steps_do_to_the_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

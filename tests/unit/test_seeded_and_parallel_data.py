@@ -81,6 +81,7 @@ class Numbers(Samples):
         return "numbers"
 
 
+@pytest.mark.cases(nightly=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_keeps_the_order_and_the_places(workers: int) -> None:
     """Also when signals that ask the job to stop go to its workers, too, as those from a terminal and from Slurm do."""

@@ -28,7 +28,7 @@ def ended(code: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["ctypes.string_at(one.data_ptr(), 4)"], rest="nightly")
 @pytest.mark.parametrize(
     "read",
     [

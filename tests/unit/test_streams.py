@@ -278,6 +278,7 @@ def plain(steps: int = 9) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_stream_with_draws_is_that_of_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     """Over epochs, with workers, and after a resume in the middle of an epoch, which skips what was read of it."""
     straight = losses(tables("straight", "flow"))
@@ -293,6 +294,7 @@ def test_a_stream_with_draws_is_that_of_a_plain_loop(capsys: pytest.CaptureFixtu
     )
 
 
+@pytest.mark.thorough
 def test_a_stream_goes_on_from_its_own_state(capsys: pytest.CaptureFixture[str]) -> None:
     straight = losses(tables("straight", "stateful"))
     assert straight == losses(tables("by-index", "by_index")), "the look at its first items has left no trace"
@@ -308,11 +310,13 @@ def test_a_stream_goes_on_from_its_own_state(capsys: pytest.CaptureFixture[str])
         losses(tables("unsaved", "unsaved"))
 
 
+@pytest.mark.cases(nightly=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_asks_for_its_worker_loses_nothing(workers: int) -> None:
     assert losses(tables("out", "aware", dataset={"workers": workers})) == pytest.approx(plain(), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_workers_read_shards_and_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     two = {"dataset": {"workers": 2, "start_method": "forkserver"}}
     straight = losses(tables("straight", "sharded", **two))
@@ -341,6 +345,7 @@ def test_a_worker_that_never_answers_does_not_outlive_the_run() -> None:
     assert time.monotonic() - begin < 60 and not multiprocessing.active_children()
 
 
+@pytest.mark.thorough
 def test_evaluations_begin_a_stream_anew(capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of workers, and although the rows are drawn."""
     alone = losses(tables("alone", "flow", evaluation={"every_steps": 3}), "evaluation_loss")

@@ -27,7 +27,7 @@ ACTIVATIONS = LENGTH * HIDDEN * FLOAT
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(params=[pytest.param(8, marks=pytest.mark.thorough), 1024])
+@pytest.fixture(params=[pytest.param(8, marks=pytest.mark.nightly), 1024])
 def ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -87,6 +87,7 @@ def test_stage_0(ranks: int, tmp_path: Path) -> None:
     assert step.operations == {"all_reduce"} and step.bytes_of("all_reduce") == {ranks: parameters() * FLOAT}
 
 
+@pytest.mark.cases(thorough=["1024-1"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2(ranks: int, tmp_path: Path, stage: int) -> None:
     step = Step(ranks, tmp_path, sharding={"stage": stage})
@@ -95,6 +96,7 @@ def test_stages_1_and_2(ranks: int, tmp_path: Path, stage: int) -> None:
     assert step.bytes_of("all_gather") == {ranks: in_slices(ranks) // ranks}
 
 
+@pytest.mark.cases(rest="thorough")
 def test_stage_3(ranks: int, tmp_path: Path) -> None:
     """A block is gathered for its forward and for its backward, what is around the blocks once."""
     step = Step(ranks, tmp_path, sharding={"stage": 3})
@@ -104,6 +106,7 @@ def test_stage_3(ranks: int, tmp_path: Path) -> None:
     assert step.calls_of("reduce_scatter", ranks) == LAYERS + 1 and step.calls_of("all_gather", ranks) == 2 * LAYERS + 1
 
 
+@pytest.mark.cases(thorough=["1024-3"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hybrid_sharding(ranks: int, tmp_path: Path, stage: int) -> None:
     """Sums over the ranks of a replica, then of this rank's slice over the replicas."""
@@ -114,6 +117,7 @@ def test_hybrid_sharding(ranks: int, tmp_path: Path, stage: int) -> None:
     assert step.bytes_of("all_reduce") == {4: whole // inside}
 
 
+@pytest.mark.cases(rest="thorough")
 def test_tensor_parallelism(ranks: int, tmp_path: Path) -> None:
     """Activations are summed behind the embedding, attention and MLP, gradients in front of the head, attention and MLP; the loss
     takes the maximum and two sums over the vocabulary for each token. Gradients of a half of the matrices go over the data axis."""
@@ -128,6 +132,7 @@ def test_tensor_parallelism(ranks: int, tmp_path: Path) -> None:
     assert step.bytes_of("all_reduce")[ranks // 2] == ((parameters() - whole) // 2 + whole) * FLOAT
 
 
+@pytest.mark.cases(rest="thorough")
 def test_ring_attention(ranks: int, tmp_path: Path) -> None:
     """Keys and values go around once in forward and once in backward, and their gradients come home."""
     size = 8

@@ -54,6 +54,7 @@ def naive(order: SampleOrder, lengths: Any, tokens: int, steps: int) -> list[lis
     return made
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 100), st.integers(0, 30), st.integers(1, 5), st.integers(1, 4))
 def test_every_rank_takes_its_part_of_the_same_batches(
@@ -91,6 +92,7 @@ def test_the_most_loaded_rank_has_at_most_the_longest_sample_above_the_mean(
     assert max(loads) <= sum(loads) / ranks + int(lengths.max()) * (1 - 1 / ranks) + 1e-9
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 3), st.integers(0, 60))
 def test_an_epoch_has_each_sample_once_and_its_steps_are_counted(lengths: Any, epochs: int, more: int) -> None:

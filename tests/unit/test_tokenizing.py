@@ -221,6 +221,7 @@ def maker(word: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 def test_what_a_killed_process_left_is_not_used_and_removed_later() -> None:
     with maker("hangs") as killed:
         assert killed.stdout is not None and killed.stdout.readline() == "half\n"
@@ -245,6 +246,7 @@ def test_a_file_under_another_name_is_made_again() -> None:
     assert path.read_bytes().startswith(b"second")
 
 
+@pytest.mark.nightly
 def test_two_processes_make_the_same_entry_at_the_same_time() -> None:
     """The second does not replace what the first may have mapped; both have a complete file."""
     with maker("1") as first, maker("2") as second:
@@ -270,6 +272,7 @@ def test_files_that_change_while_they_are_read_are_told(monkeypatch: pytest.Monk
     assert not entries()
 
 
+@pytest.mark.thorough
 def test_a_check_estimates_a_long_text_and_counts_a_short_one(encodings: list[int]) -> None:
     exact = opened(may_estimate=True)
     assert not exact.is_estimate and ids_of(exact) == ids_of(opened())
@@ -286,6 +289,7 @@ def test_a_check_estimates_a_long_text_and_counts_a_short_one(encodings: list[in
     assert len(entries()) == 3
 
 
+@pytest.mark.thorough
 def test_an_estimate_refuses_nothing() -> None:
     """A split that seems to be a token too short is counted."""
     for number in range(2):

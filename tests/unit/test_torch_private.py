@@ -251,7 +251,6 @@ def private_names_of_torch(nodes: Nodes, own: set[str], heirs: Mapping[str, set[
         yield from (f"{kind.lineno}: {name}" for name in taken if name not in OVERRIDDEN)
 
 
-@pytest.mark.always
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
     files = {file: nodes_of(file.read_text()) for file in sources() if file not in HOMES}
     assert len(files) > 200
@@ -372,6 +371,7 @@ assert torch.equal(compiled(torch.ones(3)), torch.sin(torch.full((3,), 2.0)) + 1
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", [LATE, DISABLED], ids=["later", "disabled before"])
 def test_the_compiler_is_imported_when_something_is_compiled(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -427,6 +427,7 @@ def trained(**tables: Any) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_profiled_run_is_the_same_and_says_what_a_cpu_lacks(capfd: pytest.CaptureFixture[str]) -> None:
     plain = trained()
     profiled = trained(
@@ -440,6 +441,7 @@ def test_a_profiled_run_is_the_same_and_says_what_a_cpu_lacks(capfd: pytest.Capt
     assert "USDT" not in shown.err and "profile      steps 3 to 4: out/profile/step-00000003" in shown.out
 
 
+@pytest.mark.thorough
 def test_a_window_that_the_end_cuts_keeps_its_steps(capfd: pytest.CaptureFixture[str]) -> None:
     trained(profile={"wait": 1, "record": 50})
     index = json.loads(Path("out/profile/step-00000003/window.json").read_text())
@@ -448,6 +450,7 @@ def test_a_window_that_the_end_cuts_keeps_its_steps(capfd: pytest.CaptureFixture
     assert "nothing was recorded" in capfd.readouterr().out and not Path("out/profile").exists()
 
 
+@pytest.mark.thorough
 def test_a_trace_that_fails_does_not_end_a_training(capfd: pytest.CaptureFixture[str]) -> None:
     with profile(activities=[ProfilerActivity.CPU]):  # the program's own
         losses = trained(profile={"wait": 0, "record": 1})

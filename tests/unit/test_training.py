@@ -95,6 +95,7 @@ def test_adamw_with_groups_in_fp32(chosen: dict[str, Any]) -> None:
         assert row["loss"] == pytest.approx(loss.item(), rel=2e-6)
 
 
+@pytest.mark.cases(thorough=["changes0"])
 @pytest.mark.parametrize("changes", [{"activation_checkpointing": {"mode": "full"}}, {"batch": {"micro_size": 4}}])
 def test_what_must_not_change_the_curve(changes: dict[str, Any]) -> None:
     hpctrain.run(job(job={"output_dir": "plain"}))
@@ -110,6 +111,7 @@ def test_a_start_looks_through_no_installed_distributions(monkeypatch: pytest.Mo
     assert len(hpctrain.run(job())["losses"]) > 0
 
 
+@pytest.mark.thorough
 def test_fp16_skips_an_overflow_and_the_row_says_so() -> None:
     hpctrain.run(job(job={"steps": 12}, precision={"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}))
     done = rows()
@@ -119,6 +121,7 @@ def test_fp16_skips_an_overflow_and_the_row_says_so() -> None:
     assert done[0]["grad_norm"] is None and done[0]["loss"] is not None, "non-finite numbers are null"
 
 
+@pytest.mark.thorough
 def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
     precision = {"mode": "fp16", "initial_scale": 2.0**20, "window": 3, "hysteresis": 1}
     hpctrain.run(job(job={"steps": 12, "output_dir": "straight"}, precision=precision))
@@ -127,6 +130,7 @@ def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
     assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
 
 
+@pytest.mark.cases(nightly=["{'name': 'adamw'}"], rest="thorough")
 @pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9, "dampening": 0.5}], ids=str)
 def test_a_resume_before_the_optimizer_s_first_step(optimizer: dict[str, Any]) -> None:
     """fp16 has left out every step, as it does when a run begins with too large a scale."""
@@ -139,6 +143,7 @@ def test_a_resume_before_the_optimizer_s_first_step(optimizer: dict[str, Any]) -
     assert "skipped" not in rows()[-2], "momentum shows in the last loss"
 
 
+@pytest.mark.cases(default=["sgd"], rest="thorough")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -308,6 +313,7 @@ def digits_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "digits_job", raising=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("digits_module")
 def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
     hpctrain.run(digits(job={"output_dir": "straight"}))
@@ -322,6 +328,7 @@ def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("digits_module")
 def test_a_model_plugin_of_four_methods_is_that_callable(tmp_path: Path) -> None:
     (tmp_path / "four.py").write_text(
@@ -461,6 +468,7 @@ def test_transposed_and_complex_parameters(stage: int, tmp_path: Path, monkeypat
         optimizer.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("digits_module")
 def test_epochs_freeze_and_given_weights() -> None:
     result = hpctrain.run(digits(job={"steps": 30}))

@@ -292,6 +292,7 @@ ROWS = st.fixed_dictionaries({"step": st.integers(0, 2**63 - 1) | ANYTHING}).fla
 )
 
 
+@pytest.mark.thorough
 @given(
     rows=st.lists(ROWS, max_size=6), job=st.sampled_from(["steps = 9", "epochs = 1e308", "epochs = 1", "steps = true"])
 )

@@ -137,6 +137,7 @@ def test_import_says_where_the_state_dict_was() -> None:
     ), done.output
 
 
+@pytest.mark.thorough
 def test_from_pretrained_takes_what_export_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 

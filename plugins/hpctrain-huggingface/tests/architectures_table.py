@@ -1,6 +1,6 @@
 """Writes docs/architectures.md from the results of ranks/test_architectures.py.
 
-mpiexec -n 2 python -m pytest plugins/hpctrain-huggingface/tests/ranks/test_architectures.py -m thorough --planned found.jsonl
+mpiexec -n 2 python -m pytest plugins/hpctrain-huggingface/tests/ranks/test_architectures.py -m "" --planned found.jsonl
 python plugins/hpctrain-huggingface/tests/architectures_table.py found.jsonl docs
 """
 

@@ -20,6 +20,7 @@ def rows(directory: Path, ranks: int, *settings: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"on-{ranks}" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_the_example_learns_and_ranks_change_nothing(tmp_path: Path) -> None:
     cut = rows(tmp_path, 2)
     whole = rows(tmp_path, 1, "parallelism.context=1")
@@ -32,6 +33,7 @@ def test_the_example_learns_and_ranks_change_nothing(tmp_path: Path) -> None:
     assert "rank 1 sends in a step" in planned.out and "all_to_all over cp" in planned.out, planned
 
 
+@pytest.mark.thorough
 def test_text_goes_on_and_an_encoder_has_none_to_say(job: JobFile) -> None:
     job.tables["model"] = {
         "name": "longnet", "hidden_size": 16, "layers": 1, "attention_heads": 2, "vocab_size": 256, "max_seq_length": 16,

@@ -15,7 +15,7 @@ from hpctrain_dilated_attention.attention import DilatedAttention
 from hpctrain_dilated_attention.pattern import Pattern
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from test_stages import compare
-from training import thorough, train_here
+from training import nightly, train_here
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -42,6 +42,7 @@ def job(root: Path, parallelism: dict[str, Any], stage: int, mode: str, **model:
     }  # fmt: skip
 
 
+@pytest.mark.cases(thorough=["{'context': 0}-0-fp32-{}", "{'tensor': 2}-0-fp64-{}"], rest="nightly")
 @pytest.mark.parametrize(
     ("parallelism", "stage", "mode", "model"),
     [
@@ -51,10 +52,10 @@ def job(root: Path, parallelism: dict[str, Any], stage: int, mode: str, **model:
         pytest.param(TENSOR, 0, "fp64", {}, marks=pytest.mark.shown_on(2)),
         pytest.param({"context": 2, "pipeline": 2}, 0, "fp64", {"tie_embeddings": True}, marks=pytest.mark.shown_on(4)),
         pytest.param(CONTEXT, 0, "fp64", {"sparsity_ratio": 0.5, "block_size": 3}, marks=pytest.mark.shown_on(3)),
-        thorough(CONTEXT, 1, "fp32", {}),
-        thorough(CONTEXT, 2, "fp32", {}),
-        thorough(CONTEXT, 3, "fp32", {}),
-        thorough({"context": 2, **TENSOR}, 2, "fp64", {"sparsity_ratio": 0.6, "block_size": 2}),
+        nightly(CONTEXT, 1, "fp32", {}),
+        nightly(CONTEXT, 2, "fp32", {}),
+        nightly(CONTEXT, 3, "fp32", {}),
+        nightly({"context": 2, **TENSOR}, 2, "fp64", {"sparsity_ratio": 0.6, "block_size": 2}),
     ],
     ids=str,
 )
@@ -72,6 +73,7 @@ def test_layouts(
     record_property("loss", found["loss"])  # for README.md
 
 
+@pytest.mark.nightly
 @pytest.mark.shown_on(2)
 def test_compiled_blocks_behind_a_cut_embedding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block gets the embedding's output itself, whose sum over the ranks may still be on its way."""
@@ -81,6 +83,7 @@ def test_compiled_blocks_behind_a_cut_embedding(root: Path, monkeypatch: pytest.
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @seed(20)
 @settings(
     max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)

@@ -28,6 +28,7 @@ def with_gradients(attend, drawn: list[Tensor]) -> list[Tensor]:
     return [output.detach(), *(one.grad for one in inputs)]
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(patterns(40), st.integers(1, 50), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**31))
 def test_it_is_attention_to_the_keys_of_all_groups(

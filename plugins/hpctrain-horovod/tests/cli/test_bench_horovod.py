@@ -45,6 +45,7 @@ def refuse_wrong(text: str, sizes: set[int]) -> None:
         assert row["ratio"] == pytest.approx(row["seconds"] / first)
 
 
+@pytest.mark.nightly
 def test_small_operations_are_measured(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(SMALL)
     done = run([str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "small.py"], tmp_path)
@@ -52,7 +53,7 @@ def test_small_operations_are_measured(tmp_path: Path) -> None:
     refuse_wrong(done.out, {4096})
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_command(tmp_path: Path) -> None:
     done = run(hpctrain("bench", "horovod", "-n", "2", "--json"), tmp_path, 600)
     assert done.code == 0, done

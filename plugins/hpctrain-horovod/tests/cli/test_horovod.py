@@ -38,8 +38,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.out
 
 
-@pytest.mark.parametrize("how", ["horovodrun", pytest.param("module", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.cases(rest="thorough")
+@pytest.mark.parametrize("how", ["horovodrun", pytest.param("module", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_example_has_the_losses_of_one_process(alone: str, how: str, ranks: int, tmp_path: Path) -> None:
     done = run(start(how, ranks, str(EXAMPLE / "train.py"), *SHORT), tmp_path)
     assert done.code == 0 and done.out == alone, done
@@ -63,7 +64,7 @@ def test_another_python_is_told(tmp_path: Path) -> None:
     assert done.code == 1 and "/bare/bin/python has no hpctrain-horovod; start the script with" in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["as a job"], rest="thorough")
 @pytest.mark.parametrize("words", [["-m", "hpctrain_horovod"], []], ids=["as a script", "as a job"])
 def test_hpctrain_on_no_real_horovod(words: list[str], tmp_path: Path) -> None:
     """A job that names modules of its own finds the shim, too."""
@@ -136,7 +137,7 @@ def test_the_modules_that_scripts_import(tmp_path: Path) -> None:
     assert done.code == 0 and done.out == "no tensorflow\n" * 2, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_stall_names_the_operation_and_the_missing_ranks(tmp_path: Path) -> None:
     """Rank 0 is among those that wait, and then among those that are missing."""
     text = (
@@ -150,7 +151,7 @@ def test_a_stall_names_the_operation_and_the_missing_ranks(tmp_path: Path) -> No
     assert re.search(r"allreduce.without0\n\s+Missing ranks: 0\n", done.err), done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_stall_ends_the_job_if_asked(tmp_path: Path) -> None:
     text = (
         "if hvd.rank() == 1:\n    time.sleep(8)\n"
@@ -179,7 +180,7 @@ def test_a_rank_that_ends_early_fails_the_others_at_once(tmp_path: Path) -> None
     assert done.out.splitlines() == [expected] * 2, done
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["gloo"], rest="thorough")
 @pytest.mark.parametrize("options", [[], ["--gloo"]], ids=["mpi", "gloo"])
 def test_handles_that_nobody_waits_for(options: list[str], tmp_path: Path) -> None:
     """The first rank ends long before the other one submits the same operations."""
@@ -192,6 +193,7 @@ def test_handles_that_nobody_waits_for(options: list[str], tmp_path: Path) -> No
     assert done.code == 0 and done.out == "[1.0, 1.0, 1.0, 1.0]\n" and not done.err, done
 
 
+@pytest.mark.thorough
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     done = ran(tmp_path, "if hvd.rank() == 1:\n    raise RuntimeError('my mistake')\nhvd.allreduce(torch.ones(1))\n")
     assert done.code == 1 and "my mistake" in done.err, done
@@ -207,8 +209,9 @@ time.sleep(60)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--mpi-args=-l"], marks=pytest.mark.thorough)], ids=["own start", "mpiexec"]
+    "options", [[], pytest.param(["--mpi-args=-l"], marks=pytest.mark.nightly)], ids=["own start", "mpiexec"]
 )
 def test_a_lost_rank_is_told_and_its_code_is_the_commands(options: list[str], tmp_path: Path) -> None:
     for end, code, words in (
@@ -240,6 +243,7 @@ def test_ranks_under_mpiexec_end_with_a_signal_to_the_starter(tmp_path: Path) ->
     assert done.code == 128 + signal.SIGTERM and "horovodrun" not in done.err, done
 
 
+@pytest.mark.thorough
 def test_the_timeline(tmp_path: Path) -> None:
     text = (
         "for step in range(3):\n"
@@ -302,9 +306,10 @@ def test_hosts_of_this_machine(tmp_path: Path) -> None:
         assert sorted(re.sub(r"\[\d\] ", "", done.out).splitlines()) == ["0 of 2", "1 of 2"], done
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "how",
-    [[], *(pytest.param(words, marks=pytest.mark.thorough) for words in (["--gloo"], ["--mpi-args", "-l"]))],
+    [[], *(pytest.param(words, marks=pytest.mark.nightly) for words in (["--gloo"], ["--mpi-args", "-l"]))],
     ids=str,
 )
 def test_output_in_files(how: list[str], tmp_path: Path) -> None:
@@ -408,6 +413,7 @@ def test_mistakes_of_the_module(words: list[str], tmp_path: Path) -> None:
     assert done.code == 2 and len(done.err.splitlines()) == 1, done
 
 
+@pytest.mark.thorough
 def test_an_import_starts_no_mpi_and_sets_nothing(tmp_path: Path) -> None:
     """Login nodes and data workers import scripts, too; other libraries look for torchrun's variables."""
     text = (
@@ -488,7 +494,7 @@ def children(tmp_path: Path, *words: str) -> str:
     return done.out
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(thorough=["horovodrun"], rest="nightly")
 @pytest.mark.parametrize(
     ("words", "controller"),
     [
@@ -504,7 +510,7 @@ def test_children_find_horovod_and_workers_know_who_they_are(words: list[str], c
         assert str([rank, "2", rank, "2", "0", "1", controller]) in out.splitlines(), out
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_children_of_a_function_on_several_ranks(tmp_path: Path) -> None:
     """It is in a module beside the script, which is run from elsewhere."""
     (tmp_path / "home").mkdir()
@@ -517,7 +523,7 @@ def test_children_of_a_function_on_several_ranks(tmp_path: Path) -> None:
     assert done.code == 0 and str(expected) in done.out and done.out.count(" in worker of ") == 8, done
 
 
-@pytest.mark.thorough
+@pytest.mark.cases(nightly=["forkserver"], rest="thorough")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_of_a_job(method: str, tmp_path: Path) -> None:
     """Modules of a job may still import Horovod."""
@@ -634,7 +640,7 @@ def test_a_function_that_another_user_has_put_there_is_not_called(tmp_path: Path
         assert (done.code, done.out) == (code, out) and "Traceback" not in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)

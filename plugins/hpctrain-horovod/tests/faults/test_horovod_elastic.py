@@ -134,7 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(draws or 1))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_path: Path) -> None:
     """At a random moment; the losses are those of an undisturbed run, and each sample counts once."""
     draw = random.Random(seed)
@@ -214,7 +214,7 @@ def test_a_worker_that_has_not_got_the_state_does_not_lead(tmp_path: Path) -> No
     assert sum(step[:2] == [1, 0] for step in progress(tmp_path)) == 1, "the new one does not begin anew"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_or_workers_that_change(change: str, seed: int, undisturbed: list[float], tmp_path: Path) -> None:
     """At a random moment: the losses are those of an undisturbed run, or the job ends and says why."""
     draw = random.Random(seed)
@@ -246,7 +246,7 @@ def test_hosts_or_workers_that_change(change: str, seed: int, undisturbed: list[
         assert sum(step[:2] == [1, 0] for step in progress(tmp_path)) == 1, "nobody begins anew"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_worker_that_does_not_come_back_is_replaced(undisturbed: list[float], tmp_path: Path) -> None:
     """One is stopped, and another one is killed: the third waits for both."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -304,6 +304,7 @@ def test_the_example(tmp_path: Path) -> None:
     assert done.code == 0 and re.search(r"done: 1920 samples, loss \d\.\d+ on 2 workers", done.out), done
 
 
+@pytest.mark.nightly
 def test_mistakes(tmp_path: Path) -> None:
     for options, sentence in [
         (["-np", "2", "--min-np", "3"], "--min-np 3 and -np 2"),

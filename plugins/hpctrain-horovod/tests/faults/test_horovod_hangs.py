@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import tomli_w
 from launching import hpctrain, run
 
@@ -32,6 +33,7 @@ def data(split):
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_waits_in_an_operation_of_horovods_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CODE)
     tables = {

@@ -27,6 +27,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+@pytest.mark.thorough
 def test_every_program_has_horovod(python: str, tmp_path: Path) -> None:
     text = (
         "import sys; assert not any(name.startswith(('hpctrain.', 'torch')) for name in sys.modules), 'start-up'\n"

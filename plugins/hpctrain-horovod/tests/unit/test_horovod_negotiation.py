@@ -152,6 +152,7 @@ class Reluctant:
         return None
 
 
+@pytest.mark.cases(thorough=["18"], nightly=["35"])
 @pytest.mark.parametrize("size", [2, 4, 18, 35])
 def test_ranks_that_wait_for_each_other_in_an_operation_do_not_deadlock(size: int) -> None:
     """While a rank runs an operation, which ends when all ranks run it, it looks for no messages."""

@@ -45,7 +45,7 @@ def losses(directory: Path) -> list[float]:
     return [row["loss"] for row in rows if "grad_norm" in row]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) -> None:
     import torch
 
@@ -87,7 +87,7 @@ def run_plainly(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gpt2", "gemma3", "mixtral"))]
+    "name", ["llama", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("gpt2", "gemma3", "mixtral"))]
 )
 def test_a_plan_for_accelerators_where_tables_of_positions_have_values(tmp_path: Path, name: str) -> None:
     tables = hub_models.job(tmp_path / "run", tmp_path, sharding={"stage": 3}, precision={"mode": "bf16"})
@@ -117,7 +117,7 @@ def samples(split, kind):
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "num_labels": 5}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "task", "config"),
     [

@@ -45,7 +45,7 @@ def tried() -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=[] if (name, layout) in _BY_DEFAULT else [pytest.mark.thorough])
+        pytest.param(name, layout, marks=[] if (name, layout) in _BY_DEFAULT else [pytest.mark.nightly])
         for name in ARCHITECTURES
         for layout in LAYOUTS
     ],

@@ -22,7 +22,7 @@ from test_stages import compare
 from test_token_batches import losses_of, mean_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training import session_of, thorough, train_here
+from training import nightly, session_of, train_here
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.job.problems import JobError
@@ -58,6 +58,15 @@ CONTEXT: dict[str, Any] = {"parallelism": {"context": 2}}
 PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
 
 
+@pytest.mark.cases(
+    default=["llama-{'parallelism': {'tensor': {'size': 2, 'sequence_parallel': True}}}"],
+    thorough=[
+        "mixtral-{'sharding': {'stage': 3}}",
+        "llama-{'parallelism': {'context': 2}}",
+        "gemma2-{'parallelism': {'pipeline': 2}}",
+    ],
+    rest="nightly",
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -67,9 +76,9 @@ PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
         pytest.param("qwen3", TENSOR, marks=pytest.mark.shown_on(2)),
         ("mixtral", STAGE_3),
         pytest.param("llama", SEQUENCE, marks=pytest.mark.shown_on(2)),
-        pytest.param("llama", {**SEQUENCE, **STAGE_3}, marks=[pytest.mark.shown_on(4), pytest.mark.thorough]),
+        pytest.param("llama", {**SEQUENCE, **STAGE_3}, marks=[pytest.mark.shown_on(4), pytest.mark.nightly]),
         *(
-            pytest.param(name, SEQUENCE, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, SEQUENCE, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for name in ("llama, tied", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
         ),
         pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
@@ -77,20 +86,20 @@ PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
         pytest.param("gemma2", PIPELINE, marks=pytest.mark.shown_on(2)),
         pytest.param("llama, tied", {**PIPELINE, "sharding": {"stage": 2}}, marks=pytest.mark.shown_on(4)),
         *(
-            pytest.param(name, PIPELINE, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, PIPELINE, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for name in ("llama", "qwen3", "mistral", "gemma3", "phi3", "mixtral", "qwen3_moe")
         ),
         *(
-            pytest.param(name, CONTEXT, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, CONTEXT, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for name in ("llama, tied", "qwen3", "phi3", "gpt2", "mixtral")
         ),
-        thorough("llama", {"sharding": {"stage": 2}}),
-        thorough("llama, tied", STAGE_3),
+        nightly("llama", {"sharding": {"stage": 2}}),
+        nightly("llama, tied", STAGE_3),
         *(
-            pytest.param(name, TENSOR, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, TENSOR, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for name in ("llama", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe")
         ),
-        *(thorough(name, STAGE_3) for name in ("qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "qwen3_moe")),
+        *(nightly(name, STAGE_3) for name in ("qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "qwen3_moe")),
     ],
     ids=str,
 )
@@ -113,21 +122,22 @@ PADDED: dict[str, Any] = {"batch": {"packing": False}}
 ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "ulysses"}}}
 
 
+@pytest.mark.cases(thorough=["mistral-{'sharding': {'stage': 3}}"])
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         pytest.param("mistral", STAGE_3, marks=pytest.mark.shown_on(2)),
         pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
         # whose samples transformers' own masks would not keep apart
-        *(thorough(name, {}) for name in (*CONFIGS, "gpt_oss")),
-        *(thorough(name, layout) for layout in (STAGE_3, PADDED) for name in ("gemma2", "gemma3", "qwen2, windows")),
+        *(nightly(name, {}) for name in (*CONFIGS, "gpt_oss")),
+        *(nightly(name, layout) for layout in (STAGE_3, PADDED) for name in ("gemma2", "gemma3", "qwen2, windows")),
         *(
-            pytest.param(name, layout, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, layout, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for layout in (CONTEXT, ULYSSES)
             for name in ("llama, tied", "qwen3", "phi3", "gpt2", "mixtral")
         ),
         *(
-            pytest.param(name, TENSOR, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            pytest.param(name, TENSOR, marks=[pytest.mark.shown_on(2), pytest.mark.nightly])
             for name in CONFIGS
             if name != "gpt2"
         ),
@@ -169,6 +179,7 @@ def saved_adapter(root: Path, path: Path, **options: Any) -> Path:
     return adapter
 
 
+@pytest.mark.cases(thorough=["gpt2-{'sharding': {'stage': 2}}"], rest="nightly")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -176,9 +187,9 @@ def saved_adapter(root: Path, path: Path, **options: Any) -> Path:
         pytest.param("llama, tied", TENSOR, marks=pytest.mark.shown_on(2)),
         pytest.param("llama", {**TENSOR, **STAGE_3}, marks=pytest.mark.shown_on(4)),
         ("gpt2", {"sharding": {"stage": 2}}),
-        thorough("llama", {"sharding": {"stage": 1}}),
-        thorough("llama", {"activation_checkpointing": {"mode": "full"}, **STAGE_3}),
-        thorough("mixtral", STAGE_3),
+        nightly("llama", {"sharding": {"stage": 1}}),
+        nightly("llama", {"activation_checkpointing": {"mode": "full"}, **STAGE_3}),
+        nightly("mixtral", STAGE_3),
     ],
     ids=str,
 )
@@ -218,9 +229,9 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3}
     [
         (STAGE_3, True),
         pytest.param(TENSOR, False, marks=pytest.mark.shown_on(2)),
-        thorough({"sharding": {"stage": 2}}, False),
-        thorough({}, True),
-        thorough({"activation_checkpointing": {"mode": "full"}, **STAGE_3}, True),
+        nightly({"sharding": {"stage": 2}}, False),
+        nightly({}, True),
+        nightly({"activation_checkpointing": {"mode": "full"}, **STAGE_3}, True),
     ],
     ids=str,
 )
@@ -271,6 +282,7 @@ def test_preferences(root: Path, layout: dict[str, Any], dropout: bool) -> None:
     )
 
 
+@pytest.mark.cases(thorough=["3"], nightly=["0"])
 @pytest.mark.shown_on(2)  # which divides all rows
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_frozen_base_costs_no_gradients_and_no_state(root: Path, stage: int) -> None:

@@ -177,6 +177,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, rows: Path, tokenizer: Path) -> N
         opened(rows, tokenizer=tokenizer, messages="number")[0]
 
 
+@pytest.mark.thorough
 def test_the_losses_are_those_of_transformers_trainer(tmp_path: Path, rows: Path, tokenizer: Path) -> None:
     """Ten steps of conversations, with AdamW and clipping, in fp64."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -232,6 +233,7 @@ def test_the_losses_are_those_of_transformers_trainer(tmp_path: Path, rows: Path
     assert found == pytest.approx(expected, rel=1e-6)  # transformers computes the loss in float32
 
 
+@pytest.mark.thorough
 def test_packed_conversations(tmp_path: Path, rows: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The losses of padded ones; tokens are counted once, for all jobs."""
     config = {**hub_models.CONFIGS["gpt2"], "vocab_size": len(WORDS), "n_positions": 32, "pad_token_id": 0}
@@ -265,6 +267,7 @@ def test_packed_conversations(tmp_path: Path, rows: Path, tokenizer: Path, caplo
     assert cut.lengths().max() == 9
 
 
+@pytest.mark.nightly
 def test_the_blocks_of_the_page_train(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of docs/fine-tune.md over the first one, with a small model in the place of the pretrained one."""
     monkeypatch.chdir(tmp_path)

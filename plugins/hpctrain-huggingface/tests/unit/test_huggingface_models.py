@@ -35,6 +35,7 @@ def steps_of(directory: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in rows(directory) if "grad_norm" in row]
 
 
+@pytest.mark.cases(default=["qwen2, windows"], rest="thorough")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_losses_are_those_of_a_plain_loop(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -57,6 +58,7 @@ def told(tables: dict[str, Any]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.thorough
 def test_another_base_is_refused(tmp_path: Path) -> None:
     path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
     model = {"adapter": {"kind": "lora", "target_modules": ["q_proj"]}}
@@ -230,6 +232,7 @@ def test_initial_values_are_distributed_as_transformers_draws_them(name: str) ->
         assert torch.equal(half, mine[3:]), key
 
 
+@pytest.mark.thorough
 def test_the_built_in_gpt_exports_as_a_model_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -253,6 +256,7 @@ def test_the_built_in_gpt_exports_as_a_model_of_transformers(tmp_path: Path) -> 
             torch.testing.assert_close(found, module(ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_export_writes_what_other_libraries_load(tmp_path: Path) -> None:
     """A mixture of experts in several files with the names of its release; an adapter alone, and added to its base."""
     from peft import PeftModel
@@ -291,6 +295,7 @@ def test_export_writes_what_other_libraries_load(tmp_path: Path) -> None:
     assert stored == {name for file in path.glob("*.safetensors") for name in load_file(file)}
 
 
+@pytest.mark.thorough
 def test_layers_that_the_files_lack_are_refused_and_heads_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,6 +92,14 @@ def padded(rows: list[dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
     return batch
 
 
+@pytest.mark.cases(
+    default=[
+        "AutoModelForTokenClassification--tokens",
+        "AutoModelForSequenceClassification--classes",
+        "AutoModelForAudioClassification--sound",
+    ],
+    rest="thorough",
+)
 @pytest.mark.parametrize(
     ("auto", "config", "kind"),
     [

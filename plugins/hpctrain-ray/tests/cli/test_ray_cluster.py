@@ -29,7 +29,7 @@ def losses(output: str) -> list[float]:
     return [row["loss"] for row in rows if "grad_norm" in row]
 
 
-@pytest.mark.every_change
+@pytest.mark.thorough
 def test_the_example_is_submitted_and_has_the_losses_of_one_machine(cluster: ray_nodes.Nodes) -> None:
     settings = ("--set", "communicator.name=gloo", "--set")
     command(cluster, *hpctrain("submit", "--to", "ray", str(EXAMPLES / "train.toml"), *settings, "job.output_dir=ray"))
@@ -41,6 +41,7 @@ def test_the_example_is_submitted_and_has_the_losses_of_one_machine(cluster: ray
     assert len(losses("ray")) == 40 and losses("ray") == losses("here"), here
 
 
+@pytest.mark.nightly
 def test_steps_are_those_of_one_process_also_after_a_rank_was_killed(
     cluster: ray_nodes.Nodes, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_steps_are_those_of_one_process_also_after_a_rank_was_killed(
     assert "restart 1 of 3" in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_the_return_of_ppo_rises(cluster: ray_nodes.Nodes) -> None:
     done = command(cluster, sys.executable, str(EXAMPLES / "ppo.py"), str(EXAMPLES / "ppo.toml"), "30")
     rewards = [float(found) for found in re.findall(r"reward (\S+)", done.out)]

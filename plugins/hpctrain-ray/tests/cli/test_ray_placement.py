@@ -97,7 +97,6 @@ def test_wrong_options_are_told(cluster: ray_nodes.Nodes, job: JobFile) -> None:
         hpctrain_ray.run(job.path, 2, cpus=0)
 
 
-@pytest.mark.thorough
 def test_a_lost_node_leaves_fewer_ranks_and_a_new_one_brings_them_back(
     cluster: ray_nodes.Nodes, job: JobFile, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,7 @@ def answers(port: int) -> bool:
     return True
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("owner", ["ours", "hers"])
 def test_her_cluster_is_not_asked(owner: str, place: tuple[Path, str], tmp_path: Path) -> None:

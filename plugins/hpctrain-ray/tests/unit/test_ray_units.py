@@ -174,6 +174,7 @@ def test_the_slurm_line_knows_its_task() -> None:
         this_task({})
 
 
+@pytest.mark.thorough
 def test_plugins_are_light() -> None:
     """Loading them must not load Ray, which takes a second, nor start MPI; what attends a rank must not load torch."""
     code = (
