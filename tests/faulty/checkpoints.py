@@ -18,7 +18,7 @@ class ReadsZeros(Hdf5):
             piece.tensor.zero_()
 
 
-@checkpoint("goes on after a resume .* it lacks samples_seen")
+@checkpoint("goes on after a resume .* \\(it lacks samples_seen\\)")
 class LosesAValue(Hdf5):
     def read_values(self, directory):
         return {key: value for key, value in super().read_values(directory).items() if key != "samples_seen"}

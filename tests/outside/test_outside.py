@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hpctrain_tools
 import pytest
 import torch
 from conftest import JobFile
@@ -21,6 +23,15 @@ from launching import MARK, Finished, hpctrain, run, wait_until
 from plain import batches_of, gpt_loss, module_of, train_gpt
 
 PACKAGE = Path(__file__).parent / "package"
+TEMPLATES = Path(hpctrain_tools.__path__[0]) / "templates" / "plugins"
+EXAMPLES = {
+    "checkpoint": "per_rank",
+    "communicator": "communicator",
+    "parallelism": "rows",
+    "precision": "power_of_two",
+    "sharding": "late_sums",
+}
+"""Modules of the package that `hpctrain plugins new` begins with."""
 EVERY = 3
 """Steps from one average of local SGD to the next."""
 
@@ -34,6 +45,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
     source = home / "source"
     subprocess.run(["cp", "-r", str(PACKAGE), str(source)], check=True, timeout=60)  # building writes into it
+    for slot, module in EXAMPLES.items():
+        shutil.copy(TEMPLATES / f"{slot}.txt", source / "acme_hpctrain" / f"{module}.py")
     subprocess.run([*pip, str(source)], check=True, timeout=300)
     (own,) = home.glob("lib/python*/site-packages")
     (own / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from conftest import TINY
 from faulty import FAULTS, Fault
 from hpctrain_tools.testing.check import find_broken_promises
 
 import hpctrain
-from hpctrain.base.errors import UsageError
+from hpctrain.api import Plugin, UsageError
+from hpctrain.cli import cli
 from hpctrain.plugins.registry import build_registry
+from hpctrain.plugins.slots import SLOTS
 from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = {"MeanLoss", "HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel", "MeanCompression"}
@@ -63,6 +67,39 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
 @pytest.mark.parametrize("plugin", [tier(one, one == "schedule.cosine") for one in own_plugins()])
 def test_hpctrain_s_own_plugins_pass(plugin: str) -> None:
     check_plugin(plugin)
+
+
+def made(slot: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> type[Plugin]:
+    """The plugin of a package that `hpctrain plugins new` has written, on sys.path."""
+    name = f"fresh-{slot.replace('_', '-')}"
+    words = ["plugins", "new", slot, name, "--to", str(here / slot)]
+    assert CliRunner().invoke(cli, words, standalone_mode=False).exception is None
+    monkeypatch.syspath_prepend(str(here / slot))
+    module = importlib.import_module(f"hpctrain_{name.replace('-', '_')}.plugin")
+    (found,) = getattr(module, f"hpctrain_{slot}")()
+    assert found.name == name and found.__name__ == "".join(map(str.capitalize, name.split("-")))
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.cases(default=["schedule"], thorough=["optimizer", "parallelism", "checkpoint"], rest="nightly")
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_new_package_passes(slot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_plugin(made(slot, tmp_path, monkeypatch))
+    texts = [one.read_text() for one in (tmp_path / slot).rglob("*") if one.is_file() and one.suffix != ".pyc"]
+    assert len(texts) == 6 and not [text for text in texts if "{name}" in text or "{cls}" in text]
+
+
+def test_a_package_is_written_once_and_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, told in (
+        (["schedule", "My Schedule"], "found the name 'My Schedule', expected small letters"),
+        (["schedules", "mine"], "there is no slot 'schedules'; expected one of model, dataset"),
+        (["schedule", "mine", "--to", "."], ". can't be made: File exists"),
+    ):
+        error = CliRunner().invoke(cli, ["plugins", "new", *words], standalone_mode=False).exception
+        assert isinstance(error, UsageError) and told in str(error)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_no_plugin_is_refused() -> None:

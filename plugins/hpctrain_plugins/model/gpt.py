@@ -82,7 +82,7 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) -> (batch, heads, seq, head_size)"""
         rows, seq, _ = x.shape
-        return x.view(rows, seq, -1, self.head_size).transpose(1, 2)
+        return x.view(rows, seq, x.shape[-1] // self.head_size, self.head_size).transpose(1, 2)
 
 
 class MLP(nn.Module):

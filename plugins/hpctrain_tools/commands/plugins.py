@@ -1,8 +1,9 @@
-"""hpctrain plugins: lists the installed plugins and the options of each."""
+"""hpctrain plugins: lists the installed plugins and the options of each, and begins a package with a new one."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 @click.group(
-    "plugins", invoke_without_command=True, epilog=example("hpctrain plugins", "hpctrain plugins show optimizer adamw")
+    "plugins",
+    invoke_without_command=True,
+    epilog=example("hpctrain plugins", "hpctrain plugins new schedule my-schedule"),
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 @click.option("--load", multiple=True, metavar="MODULE", help="Load this module, too, as [plugins] load does.")
@@ -60,6 +63,23 @@ def show(registry: object, slot: str, name: str) -> None:
     say(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
     for option in describe_options(cls, registry):
         say(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
+
+
+@command.command("new", epilog=example("hpctrain plugins new schedule my-schedule"))
+@click.argument("slot")
+@click.argument("name")
+@click.option("--to", type=click.Path(path_type=Path), metavar="DIR", help="A new directory. [default: hpctrain-NAME]")
+def new(slot: str, name: str, to: Path | None) -> None:
+    """Write a package with the plugin NAME of SLOT: class, test, README and workflow. It passes `check_plugin` at once."""
+    from hpctrain.base.errors import UsageError
+    from hpctrain.plugins.slots import SLOTS
+    from hpctrain_tools.testing.package import write_package
+
+    if slot not in SLOTS:
+        raise UsageError(f"there is no slot {slot!r}; expected one of {', '.join(SLOTS)}")
+    directory = to or Path(f"hpctrain-{name}")
+    write_package(slot, name, directory)
+    say(f"wrote {directory}; then: cd {directory} && pip install -e '.[test]' && pytest")
 
 
 def _offers(ctx: click.Context) -> list[OfferedCommand]:

@@ -20,6 +20,7 @@ def examine_files(kit: Kit, records: Sequence[Record]) -> None:
     plugin = made(kit)
     assert isinstance(plugin, CheckpointFormat)
     _snapshot(kit, plugin)
+    last = None
     for record in records:
         for directory in sorted((record.directory / "out" / "checkpoints").glob("step-*[0-9]")):
             try:
@@ -27,7 +28,8 @@ def examine_files(kit: Kit, records: Sequence[Record]) -> None:
             except (CheckpointError, OSError) as error:
                 return kit.breaks("reads what it has written", f"{directory.name}: {error}")
             last = directory
-    _damage(kit, plugin, record, last)
+    if last is not None:
+        _damage(kit, plugin, record, last)
     return None
 
 

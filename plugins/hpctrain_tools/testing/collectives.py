@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,56 +14,97 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
 
 
 def wrong_collectives(device: torch.device) -> list[str]:
-    """Sentences about operations over all ranks that gave other numbers than they must. Collective."""
-    size = dist.get_world_size()
-    return [] if size == 1 else [one for dtype in _DTYPES for each in _SIZES for one in _wrong(device, dtype, each)]
+    """Sentences about operations over all ranks that gave other numbers than they must, or failed. Collective."""
+    if dist.get_world_size() == 1:
+        return []
+    return [one for dtype in _DTYPES for each in _SIZES for one in _Trial(device, dtype, each).wrong()]
 
 
-def _wrong(device: torch.device, dtype: torch.dtype, each: int) -> Iterator[str]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # small whole numbers, which every dtype adds exactly in any order
-    places = torch.arange(each * size, device=device)
-    base = (places % 5 + 1).to(dtype)
-    factors = [one % 3 + 1 for one in range(size)]
-    mine, whole = base * factors[rank], base * sum(factors)
-    share = slice(rank * each, (rank + 1) * each)
+class _Trial:
+    """Each operation once, on small whole numbers, which every dtype adds exactly in any order."""
 
-    def said(operation: str, found: Tensor, wanted: Tensor) -> Iterator[str]:
-        wrong = (found != wanted).nonzero().flatten().tolist()
-        if wrong:
-            place = wrong[0]
-            yield (
-                f"{operation} of {wanted.numel()} elements of {str(dtype).removeprefix('torch.')} gave {float(found[place]):g} as "
-                f"element {place} on rank {rank} of {size}, expected {float(wanted[place]):g}"
-            )
+    def __init__(self, device: torch.device, dtype: torch.dtype, each: int) -> None:
+        """each: elements for each rank."""
+        self._rank, self._size, self._each = dist.get_rank(), dist.get_world_size(), each
+        self._base = (torch.arange(each * self._size, device=device) % 5 + 1).to(dtype)
+        self._factors = [one % 3 + 1 for one in range(self._size)]
+        self._share = slice(self._rank * each, (self._rank + 1) * each)
 
-    summed = mine.clone()
-    dist.all_reduce(summed)
-    yield from said("all_reduce", summed, whole)
-    largest = mine.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    yield from said("all_reduce of the maximum", largest, base * max(factors))
-    later = mine.clone()
-    dist.all_reduce(later, async_op=True).wait()
-    yield from said("all_reduce with async_op", later, whole)
-    part = torch.empty(each, dtype=dtype, device=device)
-    dist.reduce_scatter_single(part, mine.clone())
-    yield from said("reduce_scatter", part, whole[share])
-    gathered = torch.empty(each * size, dtype=dtype, device=device)
-    dist.all_gather_single(gathered, (base[share] * factors[rank]).contiguous())
-    yield from said(
-        "all_gather", gathered, torch.cat([one * f for one, f in zip(base.split(each), factors, strict=True)])
-    )
-    for root in (0, size - 1):
-        sent = mine.clone()
-        dist.broadcast(sent, group_src=root)
-        yield from said(f"broadcast from rank {root}", sent, base * factors[root])
-    received = torch.empty_like(mine)
-    dist.all_to_all_single(received, mine.clone())
-    yield from said("all_to_all", received, torch.cat([base[share] * f for f in factors]))
-    kept, came = mine.clone(), torch.empty_like(mine)
-    sending = dist.isend(kept, (rank + 1) % size)
-    dist.recv(came, (rank - 1) % size)
-    if sending is not None:
-        sending.wait()
-    yield from said("send and receive", came, base * factors[(rank - 1) % size])
+    def wrong(self) -> Iterator[str]:
+        """Sentences about the operations that are wrong."""
+        for name, operation in _OPERATIONS.items():
+            try:
+                found, wanted = operation(self)
+            except (RuntimeError, NotImplementedError) as error:
+                yield f"{name} raised {type(error).__name__}: {str(error).splitlines()[0]}"
+                continue
+            wrong = (found != wanted).nonzero().flatten().tolist()
+            if wrong:
+                place, dtype = wrong[0], str(wanted.dtype).removeprefix("torch.")
+                yield (
+                    f"{name} of {wanted.numel()} elements of {dtype} gave {float(found[place]):g} as element {place} on rank "
+                    f"{self._rank} of {self._size}, expected {float(wanted[place]):g}"
+                )
+
+    def mine(self, rank: int | None = None) -> Tensor:
+        """Numbers of a rank, this one by default."""
+        return self._base * self._factors[self._rank if rank is None else rank]
+
+    def sum(self) -> tuple[Tensor, Tensor]:
+        found = self.mine()
+        dist.all_reduce(found)
+        return found, self._base * sum(self._factors)
+
+    def sum_later(self) -> tuple[Tensor, Tensor]:
+        found = self.mine()
+        work = dist.all_reduce(found, async_op=True)
+        assert work is not None
+        work.wait()
+        return found, self._base * sum(self._factors)
+
+    def maximum(self) -> tuple[Tensor, Tensor]:
+        found = self.mine()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found, self._base * max(self._factors)
+
+    def reduce_scatter(self) -> tuple[Tensor, Tensor]:
+        found = torch.empty_like(self._base[self._share])
+        dist.reduce_scatter_single(found, self.mine())
+        return found, (self._base * sum(self._factors))[self._share]
+
+    def all_gather(self) -> tuple[Tensor, Tensor]:
+        found = torch.empty_like(self._base)
+        dist.all_gather_single(found, self.mine()[self._share].contiguous())
+        parts = zip(self._base.split(self._each), self._factors, strict=True)
+        return found, torch.cat([part * factor for part, factor in parts])
+
+    def broadcast(self) -> tuple[Tensor, Tensor]:
+        found = self.mine()
+        dist.broadcast(found, group_src=self._size - 1)
+        return found, self.mine(self._size - 1)
+
+    def all_to_all(self) -> tuple[Tensor, Tensor]:
+        found = torch.empty_like(self._base)
+        dist.all_to_all_single(found, self.mine())
+        return found, torch.cat([self._base[self._share] * factor for factor in self._factors])
+
+    def send(self) -> tuple[Tensor, Tensor]:
+        sent, found, before = self.mine(), torch.empty_like(self._base), (self._rank - 1) % self._size
+        work = dist.isend(sent, (self._rank + 1) % self._size)
+        dist.recv(found, before)
+        if work is not None:
+            work.wait()
+        return found, self.mine(before)
+
+
+_OPERATIONS: dict[str, Callable[[_Trial], tuple[Tensor, Tensor]]] = {
+    "all_reduce": _Trial.sum,
+    "all_reduce with async_op": _Trial.sum_later,
+    "all_reduce of the maximum": _Trial.maximum,
+    "reduce_scatter": _Trial.reduce_scatter,
+    "all_gather": _Trial.all_gather,
+    "broadcast from the last rank": _Trial.broadcast,
+    "all_to_all": _Trial.all_to_all,
+    "send and receive": _Trial.send,
+}
+"""What each operation gave, and what it must."""

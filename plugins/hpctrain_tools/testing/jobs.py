@@ -33,6 +33,8 @@ JOB: dict[str, Any] = {
 """SGD, since AdamW hides a gradient that is scaled; the clipping binds in some steps."""
 ODD: dict[str, Any] = {"model": {"name": f"{__name__}:Odd", "loss": f"{__name__}:loss_of_rows"}}
 """Tables of a model with tied, frozen and unused parameters, dropout and a buffer that a forward changes."""
+STEADY = {"model": {**ODD["model"], "dropout": 0.0}}
+"""The same without dropout, which draws other numbers where an axis cuts samples."""
 SPIKING: dict[str, Any] = {
     "model": {"name": f"{__name__}:Odd", "loss": f"{__name__}:spiking_loss"},
     "guard": {"non_finite": "skip"},
@@ -70,10 +72,10 @@ def rows(split: str) -> Rows | None:
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.inner, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(1))
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
@@ -87,10 +89,10 @@ class _Block(nn.Module):
 class Odd(nn.Module):
     """A language model with whatever models have."""
 
-    def __init__(self, width: int = 12) -> None:
+    def __init__(self, width: int = 12, dropout: float = 0.1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(_Block(width, dropout) for _ in range(3))
         self.frozen, self.unused = nn.Linear(width, width), nn.Linear(3, 5)
         self.frozen.requires_grad_(False)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

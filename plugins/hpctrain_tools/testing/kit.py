@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,10 +106,10 @@ class Kit:
         place = self.directory / f"{self._number:03}"
         place.mkdir()
         self._write(place, merged(used, layout.tables), MIDDLE if then else 0)
-        code, screen = starter().run(Request(str(place), layout.ranks))
+        code, screen = starter().run(Request(str(place), layout.ranks, tuple(sys.path)))
         if then is not None and code == 0:
             self._write(place, merged(used, then.tables), 0)
-            code, screen = starter().run(Request(str(place), then.ranks))
+            code, screen = starter().run(Request(str(place), then.ranks, tuple(sys.path)))
         return Record.read(code, screen, place)
 
     def _write(self, place: Path, tables: Mapping[str, Any], stop: int) -> None:

@@ -20,9 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DISTRIBUTION",
         help="test each hpctrain plugin of this distribution",
     )
-    parser.addini(
-        "kit_jobs", "TOML file with a table of job tables for each SLOT.NAME that needs options", default=""
-    )
+    parser.addini("kit_jobs", "TOML file with a table of job tables for each SLOT.NAME that needs options", default="")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -29,11 +29,11 @@ LATE = 124
 
 @dataclass(frozen=True)
 class Request:
-    """A run: `hpctrain run JOB WORDS` on `ranks` ranks, in `directory`, with its screen in a file there. seconds: its limit."""
+    """A run of job.toml in `directory` on so many ranks, with its screen in a file there. path: of modules. seconds: its limit."""
 
     directory: str
     ranks: int
-    words: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
     seconds: float = 120.0
 
 
@@ -41,10 +41,9 @@ class Starter:
     """The process that forks, as the kit sees it."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(one for one in sys.path if one)
         self._process = subprocess.Popen(
             python_module("hpctrain_tools.testing.ranks"),
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,18 +80,18 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         values = json.loads(line)
-        answers.write(f"{_run(Request(**{**values, 'words': tuple(values['words'])}), start)}\n")
+        sys.path[:] = values["path"]
+        answers.write(f"{_run(Request(**values), start)}\n")
         answers.flush()
 
 
 def _run(request: Request, start: StartRank) -> int:
-    words = ["run", "job.toml", *request.words]
     with (
         _inside(Path(request.directory)),
         scratch_directory() as directory,
         closing(ChannelDirectory(directory)) as link,
     ):
-        command = python_module("hpctrain", *words, "--started-by", str(directory))
+        command = python_module("hpctrain", "run", "job.toml", "--started-by", str(directory))
         launched = launch(command, request.ranks, directory, start)
         give_up = time.monotonic() + request.seconds
         try:
