@@ -241,7 +241,10 @@ def page(name: str) -> str:
     """A page with its examples as they should be."""
     text = (HOME / f"{name}.md").read_text()
     return re.sub(
-        r"<!-- example: (plugins/\S+) -->.*?<!-- example: end -->", lambda found: example(found[1]), text, flags=re.DOTALL
+        r"<!-- example: (plugins/\S+) -->.*?<!-- example: end -->",
+        lambda found: example(found[1]),
+        text,
+        flags=re.DOTALL,
     )
 
 

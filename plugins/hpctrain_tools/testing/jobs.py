@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.api import Plugin
+from hpctrain_tools.testing.runs import MIDDLE
 
 STEPS = 8
 """Optimizer steps of a run."""
-MIDDLE = 4
-"""The step after which a run is ended and resumed."""
 VOCABULARY, LENGTH = 61, 8
 """No number of ranks divides the vocabulary."""
 
 JOB: dict[str, Any] = {
-    "job": {"name": "kit", "steps": STEPS, "seed": 5, "output_dir": "out"},
+    "job": {"name": "kit", "steps": STEPS, "seed": 5},
     "model": {
         "name": "gpt", "hidden_size": 20, "layers": 4, "attention_heads": 2, "vocab_size": VOCABULARY, "max_seq_length": LENGTH,
     },
@@ -131,23 +130,6 @@ def spiking_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def _first_label() -> int:
     return int(Rows(1, 1)[0]["labels"][-1])
-
-
-def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Job tables, the later ones on top of the earlier. A table that names another plugin replaces the one before."""
-    found: dict[str, Any] = {}
-    for one in tables:
-        for name, table in one.items():
-            before = found.get(name)
-            if not isinstance(before, dict) or not isinstance(table, dict) or _is_of_another(before, table):
-                found[name] = table
-            else:
-                found[name] = {**before, **table}
-    return found
-
-
-def _is_of_another(before: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
-    return bool(table.get("name", before.get("name")) != before.get("name"))
 
 
 def placed(slot: str, plugin: type[Plugin], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import atexit
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from hpctrain.api import Plugin
-from hpctrain_tools.testing.jobs import JOB, MIDDLE, merged, placed
-from hpctrain_tools.testing.ranks import Request, starter
+from hpctrain.base.safe_files import scratch_directory
+from hpctrain_tools.testing.jobs import JOB, placed
 from hpctrain_tools.testing.record import CLOSE, Record, first_difference
+from hpctrain_tools.testing.runs import Layout, Runs, merged
 
 _REFUSED = 2
-_KEPT: dict[str, Record] = {}
-"""Records of runs without the plugin in question, which kits of one process share."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,16 @@ class Finding:
         return f"{self.slot} {self.plugin!r} breaks the promise: {self.promise}: {self.found}"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A number of ranks, and the tables that lay a job out on them."""
-
-    ranks: int
-    tables: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        words = [
-            f"[{table}] {key} = {json.dumps(value)}" for table, of in self.tables.items() for key, value in of.items()
-        ]
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" with {', '.join(words)}" if words else "")
-
-
 class EnoughError(Exception):
     """The first finding is all that is asked for."""
+
+
+@cache
+def _runs_without() -> Runs:
+    """Runs without the plugin in question, which the kits of a process share."""
+    kept = ExitStack()
+    atexit.register(kept.close)
+    return Runs(kept.enter_context(scratch_directory("kit-")))
 
 
 class Kit:
@@ -77,7 +69,7 @@ class Kit:
         self.job = merged(JOB, {name: table for name, table in self.given.items() if name != slot})
         self.tables = placed(slot, plugin, self.options)
         self.findings: list[Finding] = []
-        self.directory, self._number, self._own = directory, 0, dict[str, Record]()
+        self.directory, self._runs = directory, Runs(directory)
 
     def breaks(self, promise: str, found: str) -> None:
         """Note a finding, once."""
@@ -91,45 +83,14 @@ class Kit:
         self, *tables: Mapping[str, Any], layout: Layout | None = None, then: Layout | None = None, own: bool = True
     ) -> Record:
         """A run of the job with the plugin in it, or without. then: it is ended in the middle, and goes on so."""
-        layout = layout or Layout(1)
         used = merged(self.job, *([self.tables] if own else []), *tables)
-        words = json.dumps(
-            [used, layout.ranks, layout.tables, None if then is None else [then.ranks, then.tables]], sort_keys=True
-        )
-        records = self._own if own else _KEPT
-        if words not in records:
-            records[words] = self._train(used, layout, then, own)
-        return records[words]
-
-    def _train(self, used: Mapping[str, Any], layout: Layout, then: Layout | None, own: bool) -> Record:
-        self._number += 1
-        place = self.directory / f"{self._number:03}"
-        place.mkdir()
-        self._write(place, merged(used, layout.tables), MIDDLE if then else 0)
-        code, screen = starter().run(Request(str(place), layout.ranks, tuple(sys.path)))
-        if then is not None and code == 0:
-            self._write(place, merged(used, then.tables), 0)
-            code, screen = starter().run(Request(str(place), then.ranks, tuple(sys.path)))
-        return Record.read(code, screen, place)
-
-    def _write(self, place: Path, tables: Mapping[str, Any], stop: int) -> None:
-        recorder = {
-            "name": "record",
+        options = {
             "diverges": bool(getattr(self.plugin, "ranks_diverge", False)),
-            "stop": stop,
+            "collectives": self.slot == "communicator",
         }
-        if self.slot == "communicator":
-            recorder["collectives"] = True
-        hooks = [*tables.get("hook", []), recorder]
-        plugins = {"load": [*self.modules]}
-        whole = {**tables, "hook": hooks, "plugins": plugins}
-        whole = {
-            name: {key: value for key, value in table.items() if value is not None}
-            if isinstance(table, dict)
-            else table
-            for name, table in whole.items()
-        }
-        (place / "job.toml").write_text(tomli_w.dumps(whole))
+        if own:
+            used["plugins"] = {"load": [*self.modules]}
+        return (self._runs if own else _runs_without()).train(used, layout or Layout(1), then, options)
 
     def expect(
         self, promise: str, found: Record, expected: Record | None = None, tolerance: float = CLOSE, where: str = "",

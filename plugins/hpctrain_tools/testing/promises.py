@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hpctrain_tools.testing.descriptions import PROMISES as OF_DESCRIPTIONS
-from hpctrain_tools.testing.jobs import MIDDLE, ODD, SPIKING, STEADY, STEPS, merged
-from hpctrain_tools.testing.kit import Kit, Layout
+from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADY, STEPS
+from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
+from hpctrain_tools.testing.runs import MIDDLE, Layout, merged
 
 TRAINS, AGAIN, RESUMED = (
     "trains as one process does",

@@ -29,9 +29,11 @@ LATE = 124
 
 @dataclass(frozen=True)
 class Request:
-    """A run of job.toml in `directory` on so many ranks, with its screen in a file there. path: of modules. seconds: its limit."""
+    """A run of the job.toml in `directory`, with its screen in a file there. here: the current directory. path: of modules.
+    seconds: its limit."""
 
     directory: str
+    here: str
     ranks: int
     path: tuple[str, ...] = ()
     seconds: float = 120.0
@@ -86,12 +88,13 @@ def main() -> None:
 
 
 def _run(request: Request, start: StartRank) -> int:
+    job = Path(request.directory) / "job.toml"
     with (
-        _inside(Path(request.directory)),
+        _inside(Path(request.here), job.with_name("screen")),
         scratch_directory() as directory,
         closing(ChannelDirectory(directory)) as link,
     ):
-        command = python_module("hpctrain", "run", "job.toml", "--started-by", str(directory))
+        command = python_module("hpctrain", "run", str(job), "--started-by", str(directory))
         launched = launch(command, request.ranks, directory, start)
         give_up = time.monotonic() + request.seconds
         try:
@@ -108,11 +111,11 @@ def _run(request: Request, start: StartRank) -> int:
 
 
 @contextmanager
-def _inside(directory: Path) -> Iterator[None]:
-    """The run's directory as the current one, and its screen in place of this process's streams, which the ranks inherit."""
+def _inside(directory: Path, file: Path) -> Iterator[None]:
+    """`directory` as the current one, and a file in place of this process's streams, which the ranks inherit."""
     before, kept = Path.cwd(), [os.dup(number) for number in (1, 2)]
     os.chdir(directory)
-    screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    screen = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         for number in (1, 2):
             os.dup2(screen, number)

@@ -1,0 +1,93 @@
+"""Runs of small jobs, each made once: on a layout, or ended in the middle and resumed on another one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from hpctrain_tools.testing.ranks import Request, starter
+from hpctrain_tools.testing.record import Record
+
+MIDDLE = 4
+"""The step after which a run is ended and resumed."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A number of ranks, and the tables that lay a job out on them."""
+
+    ranks: int
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [
+            f"[{table}] {key} = {json.dumps(value)}" for table, of in self.tables.items() for key, value in of.items()
+        ]
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" with {', '.join(words)}" if words else "")
+
+
+class Runs:
+    """The runs below a directory."""
+
+    def __init__(self, directory: Path, here: Path | None = None, seconds: float = 120.0) -> None:
+        """here: the current directory of the runs, if it is not that of each. seconds: the limit of one."""
+        self.directory, self._here, self._seconds = directory, here, seconds
+        self._kept: dict[str, Record] = {}
+
+    def train(
+        self,
+        tables: Mapping[str, Any],
+        layout: Layout,
+        then: Layout | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Record:
+        """The run of a job on `layout`. then: it is ended in the middle, and goes on so. options: of the hook `record`."""
+        after = None if then is None else [then.ranks, then.tables]
+        words = json.dumps([tables, layout.ranks, layout.tables, after, options], sort_keys=True)
+        if words not in self._kept:
+            place = self.directory / f"{len(self._kept):03}"
+            place.mkdir()
+            told = dict(options or {})
+            code, screen = self._run(
+                place, merged(tables, layout.tables), layout.ranks, {**told, "stop": MIDDLE if then else 0}
+            )
+            if then is not None and code == 0:
+                code, screen = self._run(place, merged(tables, then.tables), then.ranks, told)
+            self._kept[words] = Record.read(code, screen, place)
+        return self._kept[words]
+
+    def _run(self, place: Path, tables: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) -> tuple[int, str]:
+        whole = merged(tables, {"job": {"output_dir": str(place / "out")}})
+        whole["hook"] = [*whole.get("hook", []), {"name": "record", **options}]
+        whole = {name: _set(table) if isinstance(table, dict) else table for name, table in whole.items()}
+        (place / "job.toml").write_text(tomli_w.dumps(whole))
+        here = self._here or place
+        return starter().run(Request(str(place), str(here), ranks, tuple(sys.path), self._seconds))
+
+
+def _set(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table without keys that were taken out, whose value is None."""
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Job tables, the later ones on top of the earlier. A table that names another plugin replaces the one before."""
+    found: dict[str, Any] = {}
+    for one in tables:
+        for name, table in one.items():
+            before = found.get(name)
+            if not isinstance(before, dict) or not isinstance(table, dict) or _is_of_another(before, table):
+                found[name] = table
+            else:
+                found[name] = {**before, **table}
+    return found
+
+
+def _is_of_another(before: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    return bool(table.get("name", before.get("name")) != before.get("name")) and "name" in before
