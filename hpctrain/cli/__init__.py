@@ -19,7 +19,7 @@ from hpctrain.ranks.process import end_process
 from hpctrain.version import __version__
 
 GROUPS = {
-    "Train": ("new", "check", "plan", "run"),
+    "Train": ("new", "check", "plan", "prove", "run"),
     "See runs": ("runs", "top", "status", "where", "report", "profile"),
     "On a scheduler": ("submit", "cancel"),
     "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),

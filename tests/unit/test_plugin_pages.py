@@ -107,6 +107,6 @@ def test_the_first_plugin_passes_the_tests_of_its_page(here: Path, monkeypatch: 
     names: dict[str, Any] = {}
     exec(compile((here / "acme/tests/test_triangle.py").read_text(), "test_triangle.py", "exec"), names)
     tests = [function for name, function in names.items() if name.startswith("test_")]
-    assert len(tests) == 4
+    assert len(tests) == 3
     for test in tests:
         test(**({"tmp_path": here / "out"} if "tmp_path" in test.__code__.co_varnames else {}))

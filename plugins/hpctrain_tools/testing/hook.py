@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.api import Control, Field, Hook, Job, LiveModel, Options, gather_values, hookimpl, version_of
@@ -19,9 +19,18 @@ DIRECTORY = "record"
 """The directory of a file for each step, which rank 0 writes; beside the run's."""
 
 
+_Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 class RecorderOptions(Options):
     diverges: bool = Field(default=False, description="whether ranks may hold different values between evaluations")
     stop: int = Field(default=0, description="the step after which the run is ended in order; 0 is never")
+    still: bool = Field(
+        default=False, description="whether dropout modules are turned off, whose draws depend on micro batches"
+    )
+    nudge: float = Field(
+        default=0.0, ge=0, description="the share by which parameters are changed before the first step"
+    )
     collectives: bool = Field(default=False, description="whether the operations of the communicator are tried, too")
 
 
@@ -44,6 +53,8 @@ class _Recording:
         self._options, self._diverges, self._directory = options, options.diverges, Path()
         self._notes: list[tuple[str, str]] = []
         """Promises that do not hold on this rank, and what was found."""
+        self._draws = False
+        """Whether a forward has drawn random numbers."""
         self._before: dict[str, Tensor] = {}
         """The parameters before the evaluation."""
 
@@ -51,6 +62,12 @@ class _Recording:
     def hpctrain_job_start(self, job: Job, step: int, model: LiveModel) -> None:
         self._directory = job.output_dir.parent / DIRECTORY
         self._directory.mkdir(exist_ok=True)
+        if self._options.still:
+            for module in model.module.modules():
+                if isinstance(module, _Dropout):
+                    module.p = 0.0
+        if self._options.nudge and step == 0:
+            _nudge(model, self._options.nudge)
         if self._options.collectives:
             self._notes += [
                 ("the operations of torch.distributed give the right numbers", one)
@@ -61,6 +78,9 @@ class _Recording:
 
     @hookimpl(wrapper=True)
     def hpctrain_outputs(self, batch: Any, outputs: Any) -> Generator[None, object, object]:
+        # every micro batch is seeded: who draws has moved on
+        fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        self._draws = self._draws or not torch.equal(torch.get_rng_state(), fresh)
         tensors = [*_tensors(outputs), *_tensors(batch)]
         before = [version_of(one) for one in tensors]
         found = yield
@@ -157,8 +177,19 @@ class _Recording:
             path = self._directory / f"{step:04}.pt"
             before = torch.load(path) if path.exists() else {}
             kept["notes"] = [*before.get("notes", []), *notes]
+            kept["draws"] = self._draws
             kept["pieces"] = [piece.name for piece in model.pieces]
             torch.save({**before, **kept}, path)
+
+
+def _nudge(model: LiveModel, share: float) -> None:
+    """Change each number by its last bit, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for piece in model.pieces:
+            signs = torch.randint(0, 2, piece.tensor.shape, generator=generator) * 2 - 1
+            piece.tensor.mul_(1 + share * signs.to(piece.tensor))
+    model.refresh()
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -43,6 +43,11 @@ class Record:
         return found
 
     @property
+    def draws(self) -> bool:
+        """Whether the model's forward draws random numbers."""
+        return any(one["draws"] for one in self.steps.values())
+
+    @property
     def ending(self) -> str:
         """The end of a run that failed, in a sentence."""
         said = [one for one in _SAID.findall(self.screen) if not one.endswith("failed:")] or _RAISED.findall(
@@ -68,6 +73,67 @@ class Difference:
     def __str__(self) -> str:
         when = f"at step {self.step}" if self.step else "before the first step"
         return f"{self.what} {when} is {self.found}, expected {self.expected}"
+
+    def hint(self, resumed: bool) -> str:
+        """What it may be, in a clause."""
+        if resumed:
+            return "state that no checkpoint has: of the optimizer, the data, a schedule or a plugin"
+        if self.step == 0:
+            return "initial values that depend on the rank, or on draws outside of the model's construction"
+        if "evaluation" in self.what:
+            return (
+                "buffers that differ by rank, such as running statistics, or a metric that isn't summed over its group"
+            )
+        ratio = _ratio(self.found, self.expected)
+        if ratio and "grad" in self.what:
+            return f"sums over another group, or a loss that isn't a mean: it is {ratio} of what it must be"
+        if self.what.startswith("the loss"):
+            return "draws that differ by rank, statistics of a batch, a batch that the model changes, or a loss that isn't a mean"
+        return "gradients that aren't summed over all ranks, or an optimizer that needs whole parameters"
+
+
+def _ratio(found: str, expected: str) -> str:
+    try:
+        one, other = float(found), float(expected.partition(" ")[0])
+    except ValueError:
+        return ""
+    for count in range(2, 9):
+        for share, told in ((count, f"{count} times"), (1 / count, f"1/{count}")):
+            if other and abs(one / other - share) < 0.01 * share:
+                return told
+    return ""
+
+
+@dataclass(frozen=True)
+class Distances:
+    """The largest relative differences of two runs over all steps. parameters: of the last step, all together."""
+
+    loss: float
+    gradient_norm: float
+    parameters: float
+
+    @property
+    def largest(self) -> float:
+        """The largest of them."""
+        return max(self.loss, self.gradient_norm, self.parameters)
+
+
+def distances(found: Record, expected: Record) -> Distances:
+    """How far two runs are apart, as far as both came."""
+    both = [step for step in expected.steps if step in found.steps and "row" in expected.steps[step]]
+    rows = [(found.steps[step]["row"], expected.steps[step]["row"]) for step in both]
+    loss, norm = (
+        max((_relative(one[key], other[key]) for one, other in rows), default=0.0) for key in ("loss", "grad_norm")
+    )
+    last = found.steps[both[-1]]["parameters"], expected.steps[both[-1]]["parameters"]
+    apart = math.hypot(*(float((one.double() - last[1][name].double()).norm()) for name, one in last[0].items()))
+    return Distances(
+        loss, norm, apart / max(math.hypot(*(float(one.double().norm()) for one in last[1].values())), 1e-30)
+    )
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(other), 1e-12)
 
 
 def first_difference(
@@ -115,7 +181,11 @@ def _numbers(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: f
         if not isinstance(other, (int, float)):
             continue
         if one is None or not _close(float(one), float(other), tolerance):
-            yield f"the {key.replace('_', ' ').replace('grad norm', 'norm of the gradients')}", f"{one}", f"{other}"
+            yield (
+                f"the {key.replace('_', ' ').replace('grad norm', 'norm of the gradients')}",
+                f"{one:.6g}" if isinstance(one, float) else f"{one}",
+                f"{other:.6g}",
+            )
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:

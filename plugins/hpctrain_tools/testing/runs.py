@@ -65,13 +65,13 @@ class Runs:
     def _run(self, place: Path, tables: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) -> tuple[int, str]:
         whole = merged(tables, {"job": {"output_dir": str(place / "out")}})
         whole["hook"] = [*whole.get("hook", []), {"name": "record", **options}]
-        whole = {name: _set(table) if isinstance(table, dict) else table for name, table in whole.items()}
+        whole = {name: without_unset(table) if isinstance(table, dict) else table for name, table in whole.items()}
         (place / "job.toml").write_text(tomli_w.dumps(whole))
         here = self._here or place
         return starter().run(Request(str(place), str(here), ranks, tuple(sys.path), self._seconds))
 
 
-def _set(table: Mapping[str, Any]) -> dict[str, Any]:
+def without_unset(table: Mapping[str, Any]) -> dict[str, Any]:
     """The table without keys that were taken out, whose value is None."""
     return {key: value for key, value in table.items() if value is not None}
 

@@ -1,0 +1,109 @@
+"""`hpctrain prove` on jobs of a user's own: healthy ones pass, and each planted fault is found with the number that shows it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import JobFile
+from launching import Finished, hpctrain, run
+
+MINE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(count, 6, generator=generator)
+        self.labels = torch.randint(0, 3, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index].clone(), self.labels[index]
+
+
+def data(split):
+    return Rows(96, 1) if split == "train" else Rows(24, 2) if split == "validation" else None
+
+
+class Net(nn.Module):
+    def __init__(self, fault="", norm=False):
+        super().__init__()
+        self.fault = fault
+        self.layers = nn.Sequential(
+            nn.Linear(6, 12), nn.BatchNorm1d(12) if norm else nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3)
+        )
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if self.fault == "draws by rank" and self.training:
+            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=torch.Generator().manual_seed(rank))
+        if self.training and self.fault == "buffer by rank":
+            self.seen += inputs.mean()
+        outputs = self.layers(inputs)
+        if self.fault == "buffer by rank":
+            outputs = outputs + self.seen * torch.arange(3) * (not self.training)
+        if self.fault == "mean over ranks" and self.training:
+            outputs.register_hook(lambda gradient: gradient / size)
+        if self.fault == "batch statistics":
+            outputs = outputs - outputs.mean(0)
+        return outputs
+
+
+def loss(outputs, target):
+    return nn.functional.cross_entropy(outputs, target)
+"""
+
+
+def prove(job: JobFile, *words: str, **model: Any) -> tuple[Finished, dict[str, Any]]:
+    (job.directory / "mine.py").write_text(MINE)
+    job.tables["model"] = {"name": "mine:Net", "loss": "mine:loss", **model}
+    job.tables["dataset"] = {"name": "mine:data"}
+    job.tables["optimizer"] = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    job.set(batch={"global_size": 12, "micro_size": 2}, evaluation={"every_steps": 2})
+    done = run(hpctrain("prove", "job.toml", "--json", *words), job.directory, 280)
+    return done, json.loads(done.out) if done.out.startswith("{") else {}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.cases(default=["plain"], rest="thorough")
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+def test_a_healthy_job_passes(job: JobFile, norm: bool) -> None:
+    done, found = prove(job, norm=norm)
+    assert done.code == 0 and found["holds"], done
+    assert {row["state"] for row in found["layouts"]} <= {"alike", "refused"} and len(found["layouts"]) >= 6
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.cases(
+    default=["mean over ranks-the norm of the gradients at step 1-it is 1/2 of what it must be"], rest="thorough"
+)
+@pytest.mark.parametrize(
+    ("fault", "first", "hint"),
+    [
+        ("draws by rank", "the loss at step 1", "draws that differ by rank"),
+        ("mean over ranks", "the norm of the gradients at step 1", "it is 1/2 of what it must be"),
+        ("buffer by rank", "the evaluation loss at step 4", "buffers that differ by rank"),
+        ("batch statistics", "the loss at step 1", "statistics of a batch"),
+    ],
+)
+def test_a_fault_of_a_user_s_is_found(job: JobFile, fault: str, first: str, hint: str) -> None:
+    done, found = prove(job, fault=fault)
+    assert done.code == 5 and not found["holds"], done
+    told = [row for row in found["layouts"] if row["state"] != "alike"]
+    assert any(first in row["first"] and hint in row["hint"] for row in told), told
+
+
+def test_what_can_t_be_proved_is_told(job: JobFile) -> None:
+    done, _ = prove(job, "--layout", "two")
+    assert done.code == 2 and "found 'two', expected a number of ranks first" in done.err, done
+    done, _ = prove(job, more=1)
+    assert done.code == 2 and "more" in done.err, done
