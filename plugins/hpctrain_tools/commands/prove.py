@@ -35,7 +35,8 @@ _DIFFERS = 5
 def command(job: Path, overrides: tuple[str, ...], layouts: tuple[str, ...], limit: float, as_json: bool) -> int:
     """Train a job on one process and on other layouts, and compare.
 
-    Eight steps: losses, gradients, parameters, evaluations; also resumed in the middle. What a change of the last bit makes is measured beside. Exit code 5 if something differs.
+    Eight steps: losses, gradients, parameters, evaluations; also resumed in the middle. What a change of the last bit makes is
+    measured beside. Exit code 5 if something differs.
     """
     from hpctrain.job.reading import read_job
     from hpctrain_tools.testing.prove import parse_layout, prove, usual_layouts
