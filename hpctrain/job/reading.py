@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from hpctrain.base.errors import JobFileError
 from hpctrain.base.safe_files import read_bytes
 from hpctrain.job.overrides import apply_override
 from hpctrain.job.raw import RawJob, merge, value_at
-from hpctrain.job.toml import Key, LimitError, key_lines, parse
+from hpctrain.job.toml import LimitError, key_lines, parse
 
 __all__ = ["read_job"]
 
@@ -68,16 +69,18 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     if base is None:
         return raw
     place = raw.places.pop(("extends",))
-    if not isinstance(base, str):
-        raise JobFileError(f"{place}: extends: expected the path of one job file, found {base!r}")
-    if base.startswith(_PRESET):
-        base = str(_preset(base.removeprefix(_PRESET), place))
-    if not os.path.isfile(path.parent / base):  # unlike Path's, it doesn't raise for names that are too long
-        raise JobFileError(
-            f"{place}: extends: there is no file {path.parent / base}; a path is relative to the file that wrote it"
-        )
-    below = _read_file(path.parent / base, [*chain, resolved])
-    return RawJob(merge(below.tables, raw.tables), _merged_places(below, raw), str(path))
+    bases = base if isinstance(base, list) else [base]
+    if not bases or not all(isinstance(one, str) for one in bases):
+        raise JobFileError(f"{place}: extends: expected the path of a job file, or a list of paths, found {base!r}")
+    files = [str(_preset(one.removeprefix(_PRESET), place)) if one.startswith(_PRESET) else one for one in bases]
+    raws = []
+    for file in files:
+        if not os.path.isfile(path.parent / file):  # unlike Path's, it doesn't raise for names that are too long
+            raise JobFileError(
+                f"{place}: extends: there is no file {path.parent / file}; a path is relative to the file that wrote it"
+            )
+        raws.append(_read_file(path.parent / file, [*chain, resolved]))
+    return reduce(_on_top, [*raws, raw])
 
 
 def _preset(name: str, place: str) -> Path:
@@ -106,8 +109,8 @@ def _case_of(error: tomli.TOMLDecodeError) -> str:
     return "" if found is None else f"; TOML writes {found[0].lower()}, found {found[0]}"
 
 
-def _merged_places(below: RawJob, above: RawJob) -> dict[Key, str]:
-    """The places after a merge. `above` replaces arrays as a whole, so their elements drop the places from below."""
+def _on_top(below: RawJob, above: RawJob) -> RawJob:
+    """The merge of two files. `above` replaces arrays as a whole, so their elements drop the places from below."""
     arrays = {key for key in above.places if isinstance(value_at(above.tables, key), list)}
     kept = {k: v for k, v in below.places.items() if not any(k[: len(a)] == a for a in arrays)}
-    return {**kept, **above.places}
+    return RawJob(merge(below.tables, above.tables), {**kept, **above.places}, above.source)

@@ -120,10 +120,6 @@ class LifeCycle:
     def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
         return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]
 
-    def who(self, hook: str) -> list[str]:
-        """The plugins that implement the hook."""
-        return [self._sources.get(one.plugin_name, one.plugin_name) for one in self._implementations(hook)]
-
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """The results of the implementations, without None. Any error becomes a TrainingError with the plugin's name, except
         an HpctrainError, which is raised unchanged."""

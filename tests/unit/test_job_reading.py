@@ -93,6 +93,22 @@ def _keys(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str |
     return found
 
 
+def test_extends_takes_several_files_the_later_ones_on_top(tmp_path: Path) -> None:
+    """Presets and site files of several packages in one job; both may extend one file."""
+    (tmp_path / "base.toml").write_text("[a]\nbase = 1\n")
+    for name, values in (("model", "x = 1\ny = 1"), ("site", "y = 2\nz = 2")):
+        (tmp_path / f"{name}.toml").write_text(f'extends = "base.toml"\n[a]\n{values}\n')
+    path = tmp_path / "job.toml"
+    path.write_text('extends = ["model.toml", "site.toml"]\n[a]\nz = 3\n')
+    raw = read_job(path)
+    assert raw.tables == {"a": {"base": 1, "x": 1, "y": 2, "z": 3}}
+    where = {key: place.removeprefix(f"{tmp_path}/") for key, place in raw.places.items()}
+    assert (where["a", "x"], where["a", "y"], where["a", "z"]) == ("model.toml:3", "site.toml:3", "job.toml:3")
+    path.write_text('extends = ["model.toml", "job.toml"]\n')
+    with pytest.raises(UsageError, match="extends goes in a circle"):
+        read_job(path)
+
+
 def test_extends_merges_tables_and_replaces_arrays(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('[a]\nx = 1\nlist = [1, 2]\n[b]\ny = 1\n[[logger]]\nname = "one"\n')
     (tmp_path / "sub").mkdir()
@@ -203,6 +219,8 @@ def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("extends = 3\n", ":1: extends: expected the path"),
+        ("extends = [3]\n", ":1: extends: expected the path"),
+        ("extends = []\n", ":1: extends: expected the path"),
         ('[job]\nextends = "x"\n', None),
         ('extends = "gone.toml"\n', ":1: extends: there is no file"),
         ("a = 1\na = 2\n", ":2: not valid TOML"),
