@@ -102,6 +102,24 @@ def test_a_package_is_written_once_and_with_a_name(tmp_path: Path, monkeypatch: 
     assert not [*tmp_path.iterdir()]
 
 
+def test_imports_of_what_is_private_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner.py").write_text(
+        "from hpctrain.api import Scheduler, hookimpl\nfrom hpctrain.mpi import Settings\nfrom hpctrain.ranks import signals\n\n\n"
+        "class Inner(Scheduler):\n    'One.'\n    name = 'inner'\n"
+        "    def render(self, launch): return 'x'\n    def submit(self, script, launch): return []\n"
+        "    def state(self, id): raise OSError\n    def cancel(self, id, directory): ...\n\n\n"
+        "@hookimpl\ndef hpctrain_scheduler(): return [Inner]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_broken_promises(importlib.import_module("inner").Inner)
+    assert [(one.promise, one.found) for one in found] == [
+        (
+            "imports what is public only",
+            "inner imports hpctrain.ranks.signals, expected hpctrain.api or hpctrain.toolkit",
+        )
+    ]
+
+
 def test_what_is_no_plugin_is_refused() -> None:
     with pytest.raises(UsageError, match="expected a subclass of a slot's contract"):
         check_plugin(dict)  # type: ignore[arg-type]

@@ -17,7 +17,10 @@ def command() -> None:
 
     schema = Job.model_json_schema()
     of_one = {"type": "string"}
-    files = {"anyOf": [of_one, {"type": "array", "items": of_one}], "description": "Job files that this one is merged over."}
+    files = {
+        "anyOf": [of_one, {"type": "array", "items": of_one}],
+        "description": "Job files that this one is merged over.",
+    }
     schema["properties"]["extends"] = files
     del schema["required"]  # a file that extends another may lack any table
     say(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
@@ -23,6 +26,8 @@ from hpctrain.api import (
 from hpctrain_tools.testing.jobs import STEPS, described
 from hpctrain_tools.testing.kit import Kit
 
+_PUBLIC = ("api", "toolkit", "testing")
+"""Modules of hpctrain whose every name is public."""
 _WORDS = get_args(get_type_hints(JobState)["word"])
 
 
@@ -31,6 +36,12 @@ def describe(kit: Kit) -> None:
     plugin = kit.plugin
     if not described(plugin):
         kit.breaks("has a sentence for `hpctrain plugins show`", "its class has no docstring")
+    private = [name for name in _imported(plugin.__module__) if not _is_public(name)]
+    if private:
+        kit.breaks(
+            "imports what is public only",
+            f"{plugin.__module__} imports {private[0]}, expected hpctrain.api or hpctrain.toolkit",
+        )
     silent = [key for key, field in plugin.Options.model_fields.items() if not field.description]
     if silent:
         kit.breaks("describes each option", f"{', '.join(silent)} has no description in Field")
@@ -43,6 +54,25 @@ def describe(kit: Kit) -> None:
                 kit.breaks("is made from its options", f"{', '.join(missing)}: give check_plugin a job with them")
     else:
         kit.breaks("refuses unknown options", "its Options take no_such_option = 1")
+
+
+def _imported(module: str) -> list[str]:
+    """The names of hpctrain's that a module imports, such as "hpctrain.mpi.Settings"."""
+    found = []
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.Import):
+            found += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found += [f"{node.module}.{one.name}" for one in node.names]
+    return [name for name in found if name.startswith("hpctrain.")]
+
+
+def _is_public(name: str) -> bool:
+    """Whether a name is of the interface of plugins, or in `__all__` of its module."""
+    if name.split(".")[1] in _PUBLIC:
+        return True
+    module, _, last = name.rpartition(".")
+    return last in getattr(sys.modules.get(module), "__all__", ())
 
 
 def made(kit: Kit) -> Any:
