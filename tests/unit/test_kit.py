@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY
 from faulty import FAULTS, Fault
 from hpctrain_tools.testing.check import find_broken_promises
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import UsageError
