@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
 import signal
 import sys
@@ -15,13 +14,12 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 import open_mpi
 import pytest
-import tomli_w
 from hypothesis import HealthCheck, settings
-from launching import wait_until
+from jobs import JobFile
+from launching import forget_modules
 from packages import untested
 
 from hpctrain.base.launcher_variables import launched
@@ -66,35 +64,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
-_APART = ("cli", "faults")
-"""Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
-needs the Slurm."""
-_WHOLE = ("test_ray_cluster.py", "test_own_loops.py")
-"""Files of these folders whose tests share something that takes long to make."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """A worker takes a whole file, whose tests may share what takes long to make."""
     if config.getoption("numprocesses", None):
-        config.option.dist, config.option.loadscopereorder = "loadscope", False
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that one worker takes together. Groups by xdist's own marker have no effect since pytest 9.2."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Rooms(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = Path(nodeid.partition("::")[0])
-            room = _room(path)
-            return "slurm" if room == "slurm" else nodeid if room in _APART and path.name not in _WHOLE else str(path)
-
-    return Rooms(config, log)
-
-
-def _room(path: Path) -> str:
-    """The first name below the folder of tests: "cli" for tests/cli/test_run.py and plugins/NAME/tests/cli/test_more.py."""
-    return path.parts[path.parts.index("tests") + 1].removesuffix(".py")
+def _place(item: pytest.Item) -> int:
+    """By the first name below the folder of tests: "cli" for tests/cli/test_run.py and plugins/NAME/tests/cli/test_more.py."""
+    parts = item.path.parts
+    name = parts[parts.index("tests") + 1].removesuffix(".py")
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 _TIERS = ("default", "thorough", "nightly")
@@ -131,65 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _tier(item) == "default" and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
             item.add_marker(pytest.mark.timeout(_LIMIT))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        rooms = {item: _room(item.path.relative_to(config.rootpath)) for item in items}
-        items.sort(key=lambda item: _ORDER.index(rooms[item]) if rooms[item] in _ORDER else len(_ORDER))
-
-
-TINY: dict[str, Any] = {
-    "job": {"name": "tiny", "steps": 4, "output_dir": "out"},
-    "model": {
-        "name": "gpt", "hidden_size": 16, "layers": 2, "attention_heads": 2, "vocab_size": 64, "max_seq_length": 8,
-    },
-    "dataset": {"name": "synthetic", "samples": 500},
-    "optimizer": {"name": "adamw", "lr": 0.01},
-    "batch": {"global_size": 12, "micro_size": 1},
-}  # fmt: skip
-"""A job that trains in milliseconds; 12 samples divide over 1, 2, 3 and 4 ranks."""
-
-
-class JobFile:
-    """job.toml in its own directory, changed key by key."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.path = directory, directory / "job.toml"
-        self.tables = json.loads(json.dumps(TINY))
-        self.write()
-
-    def set(self, **tables: dict[str, Any]) -> JobFile:
-        """Merge `tables` into the job, and write the file."""
-        for name, table in tables.items():
-            self.tables.setdefault(name, {}).update(table)
-        self.write()
-        return self
-
-    def write(self) -> None:
-        self.path.write_text(tomli_w.dumps(self.tables))
-
-    @property
-    def output(self) -> Path:
-        return self.directory / str(self.tables["job"]["output_dir"])
-
-    def sleeps(self, seconds: float) -> JobFile:
-        """A plugin `slow` beside the job, with which each step takes so much longer; the job or a command must load it."""
-        (self.directory / "slow.py").write_text(
-            "import time\n\nfrom hpctrain.api import hookimpl\n\n\n"
-            f"@hookimpl\ndef hpctrain_step_end(step):\n    time.sleep({seconds})\n"
-        )
-        return self
-
-    def wait_for_steps(self, steps: int, seconds: float = 90) -> None:
-        """Return when metrics.jsonl has so many lines."""
-        path = self.output / "metrics.jsonl"
-        wait_until(lambda: path.exists() and path.read_text().count("\n") >= steps, seconds, f"{steps} steps")
-
-    def rows(self, output: str | None = None) -> list[dict[str, Any]]:
-        """The steps' rows of metrics.jsonl. A last line that is being written does not count."""
-        path = (self.directory / output if output else self.output) / "metrics.jsonl"
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [row for row in map(json.loads, whole) if "loss" in row]
-
-    def losses(self, output: str | None = None) -> list[float]:
-        return [row["loss"] for row in self.rows(output)]
+        items.sort(key=_place)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,13 +126,11 @@ def imports_are_no_garbage() -> None:
 @pytest.fixture(autouse=True)
 def _modules_end_with_their_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A test's own modules are forgotten, as the next one may have another of the same name, and the signals that it blocked."""
-    before, directory = set(sys.modules), f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    before = set(sys.modules)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(directory):
-            del sys.modules[name]
+    forget_modules(before, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

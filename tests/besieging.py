@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 
 STRANGER = Path(__file__).parent / "faults" / "programs" / "stranger.py"
 PYTHON = shutil.which("python3", path="/usr/bin") or "python3"

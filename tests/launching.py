@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import warm
-from warm import MARK
+from pytest import MonkeyPatch
 
+from hpctrain.cli import execute
+
+MARK = "HPCTRAIN_TEST_MARK"
+"""The variable by which the processes of a command are found."""
 _LEAVING = 10.0
 """Seconds within which ranks must end after their launcher."""
 
@@ -36,22 +41,17 @@ class Finished:
 class Started:
     """A command that runs; `finish` waits for it."""
 
-    def __init__(self, words: Sequence[str], cwd: Path, env: dict[str, str], cold: bool = False) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
-        marked = {**env, MARK: self.mark}
-        self.process: subprocess.Popen[str] | warm.Process
-        if not cold and warm.can_start(words, marked):
-            self.process = warm.start(words, cwd, marked)
-        else:
-            self.process = subprocess.Popen(
-                words,
-                cwd=cwd,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **marked},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        self.process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def finish(self, timeout: float) -> Finished:
         """Wait for it; return its exit code and output. Fails if it takes too long or leaves a process behind."""
@@ -118,14 +118,9 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 @contextmanager
-def started(
-    words: Sequence[str], cwd: Path, env: dict[str, str] | None = None, cold: bool = False
-) -> Iterator[Started]:
-    """A running command. All its processes are killed at the end of the `with`.
-
-    cold: a new process, also where a fork (warm.py) would do.
-    """
-    command = Started(words, cwd, env or {}, cold)
+def started(words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Iterator[Started]:
+    """A running command. All its processes are killed at the end of the `with`."""
+    command = Started(words, cwd, env or {})
     try:
         yield command
     finally:
@@ -133,12 +128,42 @@ def started(
         command.process.wait(timeout=30)
 
 
-def run(
-    words: Sequence[str], cwd: Path, timeout: float = 120, env: dict[str, str] | None = None, cold: bool = False
-) -> Finished:
-    """Run a command to its end; `cold` as for `started`."""
-    with started(words, cwd, env, cold) as command:
+def run(words: Sequence[str], cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> Finished:
+    """Run a command to its end."""
+    with started(words, cwd, env) as command:
         return command.finish(timeout)
+
+
+def in_process(*words: object, cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
+    """Run `hpctrain WORDS` in this process, for a command that starts no ranks: a new process imports torch for two seconds.
+
+    What it leaves behind is put back: its directory, variables, streams, `sys.path` and the modules that it imported from `cwd`.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True) for _ in range(2))
+    variables, modules = dict(os.environ), set(sys.modules)
+    with MonkeyPatch.context() as patch, open(os.devnull) as nothing:
+        patch.chdir(cwd)
+        os.environ.update(env or {})
+        for name, value in {"stdin": nothing, "stdout": out, "stderr": err, "dont_write_bytecode": True}.items():
+            patch.setattr(sys, name, value)
+        patch.setattr(sys, "argv", ["hpctrain", *map(str, words)])
+        patch.setattr(sys, "path", [*sys.path])
+        importlib.invalidate_caches()
+        try:
+            code = execute()
+        finally:
+            os.environ.clear()
+            os.environ.update(variables)
+            forget_modules(modules, cwd)
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return Finished(code, *texts)
+
+
+def forget_modules(before: Collection[str], directory: Path) -> None:
+    """Forget the modules below `directory` that were imported since: the next one may have another of the same name."""
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(f"{directory}{os.sep}"):
+            del sys.modules[name]
 
 
 def hpctrain(*words: str, python: str = sys.executable) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conftest import TINY
+from jobs import TINY
 
 import hpctrain
 from hpctrain.plugins.registry import build_registry

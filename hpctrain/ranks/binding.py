@@ -79,7 +79,7 @@ def _agree(world: World, device: torch.device, bind: CpuBind) -> Binding:
         said = "bound by the launcher" if mine["ranks"] > 1 else ""
         return Binding(mask, _threads(mask, cores, 1), f"{_named(mask, cores)}, {said}" if said else "")
     why_not = mine["why_not"] or ("" if mine["sharing"] == mine["alike"] else "the launcher has bound ranks")
-    if len(cores) < mine["alike"]:
+    if not mine["why_not"] and len(cores) < mine["alike"]:
         why_not = f"{mine['alike']} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
     if not why_not:
         own = part_of(cores, mine["place"], mine["alike"])

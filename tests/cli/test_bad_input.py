@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import JobFile
-from launching import Finished, hpctrain, run
+from jobs import JobFile
+from launching import Finished, hpctrain, in_process, run
 
 
 def refused(done: Finished, code: int, *parts: str) -> None:
@@ -44,28 +44,28 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(job: JobFile) -> 
 
 def test_names_that_nobody_has(job: JobFile) -> None:
     job.set(model={"name": "gtp"}, precision={"mode": "fp23"}, parallelism={"tensr": 2})
-    refused(run(hpctrain("check", "job.toml"), job.directory), 2, "'gtp'; did you mean 'gpt'?", "'fp23'", "'tensr'")
+    refused(in_process("check", "job.toml", cwd=job.directory), 2, "'gtp'; did you mean 'gpt'?", "'fp23'", "'tensr'")
 
 
 def test_missing_files_and_bad_toml(job: JobFile) -> None:
-    refused(run(hpctrain("run", "no.toml"), job.directory), 2, "no.toml: there is no such file")
+    refused(in_process("run", "no.toml", cwd=job.directory), 2, "no.toml: there is no such file")
     (job.directory / "bad.toml").write_text("[job]\nname = \n")
-    done = run(hpctrain("run", "bad.toml"), job.directory)
+    done = in_process("run", "bad.toml", cwd=job.directory)
     refused(done, 2)
     assert done.err.startswith("bad.toml:2: not valid TOML"), done
-    refused(run(hpctrain("run", "job.toml", "--resume", "gone"), job.directory), 2, "--resume gone")
+    refused(in_process("run", "job.toml", "--resume", "gone", cwd=job.directory), 2, "--resume gone")
     job.set(dataset={"name": "text", "files": ["*.nothing"]}).tables["dataset"].pop("samples")
     job.write()
-    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "nothing matches '*.nothing'")
+    refused(in_process("run", "job.toml", cwd=job.directory), 2, "nothing matches '*.nothing'")
 
 
 def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile) -> None:
-    missing = run(hpctrain("check", "job.toml", "--set", "model.weights='gone'"), job.directory)
+    missing = in_process("check", "job.toml", "--set", "model.weights='gone'", cwd=job.directory)
     refused(missing, 2, "--set model.weights='gone': [model] weights: there are none at gone")
     job.tables["model"] = {"name": "torch.nn:ReLU", "loss": "torch.nn.functional:cross_entropy"}
     job.write()
     refused(
-        run(hpctrain("run", "job.toml"), job.directory),
+        in_process("run", "job.toml", cwd=job.directory),
         2,
         "it has no parameter to train: expected one at least with requires_grad = True",
     )
@@ -105,13 +105,16 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
     ],
 )
 def test_impossible_values(job: JobFile, words: list[str], sentence: str) -> None:
-    done = run(hpctrain("run", "job.toml", *words), job.directory)
+    if "-n" in words:
+        done = run(hpctrain("run", "job.toml", *words), job.directory)
+    else:
+        done = in_process("run", "job.toml", *words, cwd=job.directory)
     refused(done, 3 if "MPI launcher" in sentence or "accelerators" in sentence else 2, sentence)
 
 
 def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
     def check(*words: str) -> Finished:
-        return run(hpctrain("check", "job.toml", *words), job.directory)
+        return in_process("check", "job.toml", *words, cwd=job.directory)
 
     job.tables["batch"] |= {"tokens": 64}
     job.write()
@@ -138,7 +141,7 @@ def test_ids_that_the_model_does_not_have(job: JobFile) -> None:
     np.save(job.directory / "tokens.npy", np.arange(1000, dtype=np.int32) % 70)
     job.tables["dataset"] = {"name": "tokens", "path": "tokens.npy"}
     job.write()
-    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "ids up to 69", "vocab_size is 64")
+    refused(in_process("run", "job.toml", cwd=job.directory), 2, "ids up to 69", "vocab_size is 64")
 
 
 def test_extends_is_relative_and_has_no_circles(job: JobFile) -> None:
@@ -146,15 +149,15 @@ def test_extends_is_relative_and_has_no_circles(job: JobFile) -> None:
     (job.directory / "sub" / "child.toml").write_text(
         'extends = "../job.toml"\n[job]\nsteps = 1\n[optimizer]\nlr = 0.5\n'
     )
-    done = run(hpctrain("run", "sub/child.toml"), job.directory)
+    done = in_process("run", "sub/child.toml", cwd=job.directory)
     assert done.code == 0 and [row["lr"] for row in job.rows()] == [0.5], done
     job.path.write_text('extends = "sub/child.toml"\n' + job.path.read_text())
-    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "job.toml:1: extends goes in a circle")
+    refused(in_process("run", "job.toml", cwd=job.directory), 2, "job.toml:1: extends goes in a circle")
 
 
 @pytest.mark.thorough
 def test_a_directory_that_holds_another_job(job: JobFile) -> None:
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     before = (job.output / "metrics.jsonl").read_bytes()
     done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "model.hidden_size=32"), job.directory)
     refused(done, 2, "holds another job", "model.hidden_size was 16, is 32")
@@ -162,29 +165,29 @@ def test_a_directory_that_holds_another_job(job: JobFile) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer(job: JobFile) -> None:
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
-    done = run(hpctrain("run", "job.toml", "--set", "job.steps=9", "--set", "optimizer.name='sgd'"), job.directory)
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
+    done = in_process("run", "job.toml", "--set", "job.steps=9", "--set", "optimizer.name='sgd'", cwd=job.directory)
     refused(done, 5, "another model or optimizer")
     assert len(job.losses()) == 4
 
 
 def test_a_corrupt_checkpoint_is_passed_over(job: JobFile) -> None:
     job.set(checkpoint={"every_steps": 2})
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     first = job.losses()
     shard = job.output / "checkpoints" / "step-00000004" / "shard-00000.h5"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    done = run(hpctrain("run", "job.toml"), job.directory)
+    done = in_process("run", "job.toml", cwd=job.directory)
     assert done.code == 0 and "from step 2" in done.out and "shard-00000.h5" in done.err, done
     assert job.losses() == first
 
 
 def test_all_checkpoints_corrupt(job: JobFile) -> None:
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     (job.output / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
-    refused(run(hpctrain("run", "job.toml"), job.directory), 5, "none of the checkpoints", "manifest.json")
+    refused(in_process("run", "job.toml", cwd=job.directory), 5, "none of the checkpoints", "manifest.json")
 
 
 @pytest.fixture
@@ -204,7 +207,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(job: JobFile, small_disk: Path) 
         job={"output_dir": str(small_disk / "out")}, model={"hidden_size": 64}, checkpoint={"every_steps": 2},
         optimizer={"name": "adamw"},
     )  # fmt: skip
-    assert run(hpctrain("run", "job.toml", "--set", "job.steps=2"), job.directory).code == 0
+    assert in_process("run", "job.toml", "--set", "job.steps=2", cwd=job.directory).code == 0
     filler = os.open(small_disk / "filler", os.O_CREAT | os.O_WRONLY)
     stat = os.statvfs(small_disk)
     os.write(filler, bytes(stat.f_bavail * stat.f_frsize - 200_000))
@@ -219,7 +222,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(job: JobFile, small_disk: Path) 
 def test_an_output_directory_that_cannot_be_written(job: JobFile) -> None:
     (job.directory / "file").write_text("")
     refused(
-        run(hpctrain("run", "job.toml", "--set", "job.output_dir='file/out'"), job.directory), 2, "cannot be written"
+        in_process("run", "job.toml", "--set", "job.output_dir='file/out'", cwd=job.directory), 2, "cannot be written"
     )
 
 
@@ -238,13 +241,13 @@ def test_plugin_modules_that_do_not_work(job: JobFile) -> None:
     }
     for name, source in broken.items():
         (job.directory / f"{name}.py").write_text(source)
-        done = run(hpctrain("check", "job.toml", "--set", f"plugins.load=['{name}']"), job.directory)
+        done = in_process("check", "job.toml", "--set", f"plugins.load=['{name}']", cwd=job.directory)
         refused(done, 3, f"[plugins] load: {name}", sentences[name])
 
 
 def test_a_blocked_plugin_that_the_job_needs(job: JobFile) -> None:
     job.set(plugins={"block": ["model.gpt"]})
-    refused(run(hpctrain("check", "job.toml"), job.directory), 3, "model plugin 'gpt' is blocked")
+    refused(in_process("check", "job.toml", cwd=job.directory), 3, "model plugin 'gpt' is blocked")
 
 
 @pytest.mark.nightly
@@ -264,5 +267,5 @@ def test_python_without_a_job_file_has_the_same_errors(job: JobFile) -> None:
 def test_a_name_that_the_locale_can_not_write(job: JobFile) -> None:
     job.set(job={"name": "läuft"})
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = run(hpctrain("check", "job.toml"), job.directory, env=locale, cold=True)
+    done = run(hpctrain("check", "job.toml"), job.directory, env=locale)
     refused(done, 2, "[job] name: expected a name in the locale's encoding, ascii; LC_ALL=C.UTF-8 allows any, found")

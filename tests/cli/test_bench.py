@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import hpctrain, in_process, run
 
 TURNED = """
 import torch
@@ -154,7 +154,7 @@ def test_a_job_without_a_reference(job: JobFile) -> None:
     assert found["reference"] is None and found["ratio"] is None and "[parallelism] tp cuts the model" in found["note"]
     scratch = job.directory / "scratch"
     words = ("bench", "peers", "job.toml", "--set", "parallelism.tensor=2")
-    done = run(hpctrain(*words), job.directory, env={"TMPDIR": str(scratch)})
+    done = in_process(*words, cwd=job.directory, env={"TMPDIR": str(scratch)})
     assert done.code == 2 and "[parallelism] tp cuts the model" in done.err and "Traceback" not in done.err, done
     assert not list(scratch.glob("hpctrain-bench-*"))
 
@@ -174,5 +174,5 @@ def test_a_job_without_a_reference(job: JobFile) -> None:
     ids=["divides", "numbers", "grows", "directory", "ending", "trainer", "job", "ranks"],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_is_measured(job: JobFile, words: tuple[str, ...], sentence: str) -> None:
-    done = run(hpctrain("bench", *words), job.directory)
+    done = in_process("bench", *words, cwd=job.directory)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err and not done.out, done

@@ -13,8 +13,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import tomli
-from conftest import JobFile
-from launching import hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import hpctrain, in_process, run, started, wait_until
 from packages import need_commands
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,12 +23,12 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.cases(thorough=["gpt"], rest="nightly")
 @pytest.mark.parametrize("template", ["gpt", "module", "finetune"])
 def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) -> None:
-    done = run(hpctrain("new", "--template", template), tmp_path)
+    done = in_process("new", "--template", template, cwd=tmp_path)
     assert done.code == 0 and "wrote job.toml" in done.out, done
     text = (tmp_path / "job.toml").read_text()
-    again = run(hpctrain("new", "--template", template), tmp_path)
+    again = in_process("new", "--template", template, cwd=tmp_path)
     assert again.code == 2 and "exists already" in again.err and (tmp_path / "job.toml").read_text() == text
-    schema = run(hpctrain("schema"), tmp_path)
+    schema = in_process("schema", cwd=tmp_path)
     assert schema.code == 0
     validator = jsonschema.Draft202012Validator(json.loads(schema.out))
     for file in [tmp_path / "job.toml", *(ROOT / "examples").glob("**/*.toml")]:
@@ -39,33 +39,33 @@ def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) 
 
 @pytest.mark.thorough
 def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:
-    assert run(hpctrain("new", "my.toml"), tmp_path).code == 0
-    check = run(hpctrain("check", "my.toml", "-n", "4"), tmp_path)
+    assert in_process("new", "my.toml", cwd=tmp_path).code == 0
+    check = in_process("check", "my.toml", "-n", "4", cwd=tmp_path)
     assert check.code == 0 and "my.toml: ok, 1000 steps" in check.out and "on 4 ranks" in check.out, check
     assert not (tmp_path / "runs").exists()
     small = ["--set", "job.steps=1", "--set", "model.hidden_size=16", "--set", "evaluation.every_steps=0"]
-    done = run(hpctrain("run", "my.toml", *small), tmp_path)
+    done = in_process("run", "my.toml", *small, cwd=tmp_path)
     assert done.code == 0 and (tmp_path / "runs" / "gpt" / "checkpoints" / "step-00000001").is_dir(), done
 
 
 @pytest.mark.thorough
 def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
-    table = run(hpctrain("plugins"), tmp_path)
+    table = in_process("plugins", cwd=tmp_path)
     assert table.code == 0 and "optimizer" in table.out and "adamw" in table.out and "model.gpt" in table.out
-    listed = json.loads(run(hpctrain("plugins", "--json"), tmp_path).out)
+    listed = json.loads(in_process("plugins", "--json", cwd=tmp_path).out)
     gpt = next(row for row in listed if (row["slot"], row["name"]) == ("model", "gpt"))
     assert gpt["state"] == "active" and gpt["distribution"] == "hpctrain" and gpt["entry_point"] == "model.gpt"
-    shown = run(hpctrain("plugins", "show", "optimizer", "adamw"), tmp_path)
+    shown = in_process("plugins", "show", "optimizer", "adamw", cwd=tmp_path)
     assert shown.code == 0 and "weight_decay (number >= 0; default 0.01)" in shown.out, shown
-    assert run(hpctrain("plugins", "show", "optimizer", "adamv"), tmp_path).code == 2
-    assert "no slot" in run(hpctrain("plugins", "show", "optimiser", "adamw"), tmp_path).err
-    assert run(hpctrain("plugins", "--load", "bad"), tmp_path).code == 3
+    assert in_process("plugins", "show", "optimizer", "adamv", cwd=tmp_path).code == 2
+    assert "no slot" in in_process("plugins", "show", "optimiser", "adamw", cwd=tmp_path).err
+    assert in_process("plugins", "--load", "bad", cwd=tmp_path).code == 3
 
 
 def test_the_ranks_of_a_benchmark_end_with_it(tmp_path: Path) -> None:
     """A batch system or `timeout` ends the command alone."""
-    with started(hpctrain("bench", "machine", "-n", "2"), tmp_path, cold=True) as command:
+    with started(hpctrain("bench", "machine", "-n", "2"), tmp_path) as command:
         wait_until(lambda: len(command.members()) >= 3, 60, "two ranks")
         command.process.terminate()
         assert command.finish(60).code == -signal.SIGTERM
@@ -82,18 +82,18 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert rows["write", "hdf5"]["nbytes"] == rows["read", "hdf5"]["nbytes"] == pytest.approx(4e6, rel=0.01)
     assert all(0 < row["low"] <= row["seconds"] <= row["high"] < 60 and row["ratio"] > 0 for row in rows.values())
     assert list(tmp_path.iterdir()) == []
-    assert run(hpctrain("bench", "checkpoint", "--size", "much"), tmp_path).code == 2
-    assert run(hpctrain("bench", "checkpoint", "--format", "zarr"), tmp_path).code == 2
+    assert in_process("bench", "checkpoint", "--size", "much", cwd=tmp_path).code == 2
+    assert in_process("bench", "checkpoint", "--format", "zarr", cwd=tmp_path).code == 2
 
 
 def test_help_and_usage(tmp_path: Path) -> None:
-    text = run(hpctrain("--help"), tmp_path)
+    text = in_process("--help", cwd=tmp_path)
     assert text.code == 0 and all(name in text.out for name in ("run", "check", "new", "plugins", "schema", "bench"))
-    assert run(hpctrain("--version"), tmp_path).out.startswith("hpctrain, version ")
+    assert in_process("--version", cwd=tmp_path).out.startswith("hpctrain, version ")
     quick = "import sys; from hpctrain.cli import cli; cli(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", quick], tmp_path).code == 0
     for words in (["fly"], ["run"], ["run", "a.toml", "--fast"], ["new", "--template", "x"]):
-        done = run(hpctrain(*words), tmp_path)
+        done = in_process(*words, cwd=tmp_path)
         assert done.code == 2 and "Traceback" not in done.err and done.err, done
 
 
@@ -141,7 +141,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
         monkeypatch.delenv(name, raising=False)
     (job.directory / "counting.py").write_text(COUNTING)
     job.set(job={"steps": 6}, model={"layers": 1}, plugins={"load": ["counting"]}, checkpoint={"every_steps": 3})
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     words = ["-n", "2", "--set", "compile.enabled=true", "--set", "job.output_dir='compiled'"]
     words += ["--set", "watchdog.timeout_seconds=5", "--set", "hook+=kernels"]
     for node, steps in (("a", 3), ("b", 6)):
@@ -149,7 +149,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
         disk.mkdir(), home.mkdir()
         started = hpctrain("run", "job.toml", *words, "--set", f"job.steps={steps}")
         places = {"TMPDIR": str(disk), "HOME": str(home), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        done = run(started, job.directory, 250, places, cold=True)
+        done = run(started, job.directory, 250, places)
         assert done.code == 0, done
         log = (job.directory / "compiled" / "log" / "rank-00000.log").read_text()
         assert ("with the kernels that an earlier start has made" in log) == (node == "b"), done
@@ -174,7 +174,7 @@ def test_a_text_with_a_tokenizer_is_checked_without_encoding_it_and_encoded_once
     job.tables["dataset"] = {"name": "text", "files": ["text.txt"], "tokenizer": "tokenizer.json", "cache": "kept"}
     del job.tables["job"]["steps"]
     job.set(job={"epochs": 0.001})
-    checked = run(hpctrain("check", "job.toml", "-n", "2"), job.directory)
+    checked = in_process("check", "job.toml", "-n", "2", cwd=job.directory)
     assert checked.code == 0 and not (job.directory / "kept").exists(), checked
     told = re.fullmatch(
         r"job.toml: ok, about (\d+) steps, about ([\d,]+) training samples, on 2 ranks\n.*\n", checked.out
@@ -186,7 +186,7 @@ def test_a_text_with_a_tokenizer_is_checked_without_encoding_it_and_encoded_once
         assert done.code == 0 and f"{samples:,} samples" in done.out, done
         log = (job.output / "log" / "rank-00000.log").read_text()
         assert ("encoding 2.3 MB of text" in log) is not again, log
-    moved = run(
-        hpctrain("run", "job.toml", "--set", "dataset.cache='other'", "--set", "job.epochs=0.002"), job.directory
+    moved = in_process(
+        "run", "job.toml", "--set", "dataset.cache='other'", "--set", "job.epochs=0.002", cwd=job.directory
     )
     assert moved.code == 0 and "resuming" in moved.out, moved

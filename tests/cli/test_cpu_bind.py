@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Finished, hpctrain, run
 
 HERE = sorted(os.sched_getaffinity(0))
@@ -106,7 +106,7 @@ def test_open_mpi_s_own_binding_may_be_asked_for_in_the_job(reporting: JobFile, 
 PROGRAM = """
 import os
 import hpctrain
-from conftest import TINY
+from jobs import TINY
 
 before = os.sched_getaffinity(0)
 for name in ("a", "b"):

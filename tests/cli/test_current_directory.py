@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import in_process, run
 
 from hpctrain.base.child_python import python_code, python_module
 
@@ -52,7 +52,7 @@ def test_no_command_imports_them(job: JobFile, words: tuple[str, ...]) -> None:
     job.write()
     for name in NAMES:
         (job.directory / f"{name}.py").write_text(STRANGE)
-    done = run([str(Path(sys.executable).with_name("hpctrain")), *words], job.directory, timeout=200, cold=True)
+    done = run([str(Path(sys.executable).with_name("hpctrain")), *words], job.directory, timeout=200)
     assert not (job.directory / "taken").exists(), (job.directory / "taken").read_text()
     assert done.code == 0, done
 
@@ -78,5 +78,5 @@ def test_a_module_of_ones_own_with_the_name_of_an_installed_one_is_told(job: Job
     (job.directory / "numpy.py").write_text("def model(): ...\n")
     job.tables["model"] = {"name": "numpy:model", "loss": "torch.nn.functional:mse_loss"}
     job.write()
-    done = run(hpctrain("check", "job.toml"), job.directory)
+    done = in_process("check", "job.toml", cwd=job.directory)
     assert done.code == 2 and "numpy is in the current directory, but numpy is the module " in done.err, done

@@ -72,6 +72,7 @@ def test_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
 def test_a_node_on_which_compilers_and_caches_fail(tmp_path: Path) -> None:
     for name in ("temporary", "home"):
@@ -97,6 +98,7 @@ def packages() -> set[str]:
     return {name for name in ("mlflow", "ray", "wandb") if find_spec(name)}
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
 @pytest.mark.parametrize("words", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)])
 def test_a_node_without_any_network(tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -227,7 +229,9 @@ def _has(process: psutil.Process, variable: str) -> bool:
 @pytest.mark.thorough
 def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     """MPI_Init of the other rank waits for it. Two minutes would be too long for a test."""
-    impatient = "from hpctrain.cli import doctor, main\ndoctor._START_SECONDS = 2.0\nmain()"
+    impatient = (
+        "from hpctrain.cli import main\nfrom hpctrain_tools.commands import doctor\ndoctor._START_SECONDS = 2.0\nmain()"
+    )
     words = [MPIEXEC, "-n", "1", sys.executable, "-c", impatient, "doctor", ":", "-n", "1", "sleep", "60"]
     done = run(words, tmp_path, 30)
     assert done.code == 3 and "did not finish the start of MPI within 2 s" in done.err, done

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import tomli
-from conftest import JobFile
-from launching import Finished, hpctrain, run
+from jobs import JobFile
+from launching import Finished, hpctrain, in_process, run
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 SHOWN = {"OMP_DISPLAY_ENV": "TRUE", "OMP_THREAD_LIMIT": 77}
@@ -27,7 +27,7 @@ def test_openmp_reads_them_and_the_run_records_them(job: JobFile, started: list[
     job.set(environment=SHOWN)
     before = [MPIEXEC, "-n", "2"] if started == ["mpiexec"] else []
     words = hpctrain("run", "job.toml", *(started if not before else []))
-    done = run([*before, *words], job.directory, cold=True)  # an import must not come first
+    done = run([*before, *words], job.directory)  # an import must not come first
     ranks = 1 if started == ["-n", "1"] else 2
     assert done.code == 0 and limits(done) == ["77"] * (2 if before else 1), done
     assert "environment  OMP_DISPLAY_ENV=TRUE; OMP_THREAD_LIMIT=77\n" in done.out, done
@@ -102,7 +102,7 @@ def test_doctor_shows_them_and_those_that_differ(tmp_path: Path) -> None:
 def test_the_script_for_pbs_exports_what_mpiexec_reads(job: JobFile) -> None:
     """Quoted, and only if the shell has set nothing else."""
     job.set(environment={"PRTE_MCA_plm_base_verbose": "a 'b' $HOME", "UCX_TLS": "tcp"})
-    done = run(hpctrain("submit", "job.toml", "--to", "pbs", "--dry-run"), job.directory)
+    done = in_process("submit", "job.toml", "--to", "pbs", "--dry-run", cwd=job.directory)
     assert done.code == 0 and "UCX_TLS" not in done.out, done
     (line,) = [line for line in done.out.splitlines() if "PRTE_MCA" in line]
     for given, expected in (({}, "a 'b' $HOME"), ({"PRTE_MCA_plm_base_verbose": "mine"}, "mine")):

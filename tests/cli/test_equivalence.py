@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, run
 from plain import train_gpt
 

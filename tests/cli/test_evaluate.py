@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import JobFile
-from launching import INTERRUPT, hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import INTERRUPT, hpctrain, in_process, run, started, wait_until
 from plain import gpt_loss, module_of, samples_of, stacked
 
 import hpctrain as api
@@ -37,7 +37,7 @@ def trained(job: JobFile) -> JobFile:
 def step_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step; copied by tests, never changed."""
     job = JobFile(tmp_path_factory.mktemp("trained"))
-    done = run(hpctrain("run", "job.toml", "--set", "job.steps=1"), job.directory)
+    done = in_process("run", "job.toml", "--set", "job.steps=1", cwd=job.directory)
     assert done.code == 0, done
     return job.output
 
@@ -59,7 +59,7 @@ def test_any_layout_gives_the_figures_of_the_run_and_the_same_outputs(
     (row,) = (row for row in rows if "evaluation_loss" in row)
     weights = trained.directory / "weights.pt"
     newest = str(trained.output / "checkpoints" / "latest")
-    assert run(hpctrain("checkpoint", "export", newest, str(weights), "--to", "torch"), trained.directory).code == 0
+    assert in_process("checkpoint", "export", newest, str(weights), "--to", "torch", cwd=trained.directory).code == 0
     module = module_of(trained.tables, torch.float32)
     module.load_state_dict(torch.load(weights, weights_only=True))
     loaded = api.load(newest)
@@ -105,7 +105,7 @@ def test_weights_that_a_hook_keeps(job: JobFile) -> None:
         module = api.load(newest, weights_of="ema")
         loss = gpt_loss(module, *stacked([samples[i] for i in range(10)])).item()
     assert loss == pytest.approx(averaged, rel=1e-6)
-    refused = run(hpctrain("evaluate", "job.toml", "--checkpoint", newest, "--weights-of", "swa"), job.directory)
+    refused = in_process("evaluate", "job.toml", "--checkpoint", newest, "--weights-of", "swa", cwd=job.directory)
     assert refused.code == 2 and "has no weights of 'swa'; it has the model's and those of 'ema'" in refused.err, (
         refused
     )
@@ -123,14 +123,14 @@ def test_weights_that_a_hook_keeps(job: JobFile) -> None:
 )  # fmt: skip
 def test_what_cannot_be_asked(job: JobFile, step_trained: Path, words: tuple[str, ...], code: int, says: str) -> None:
     shutil.copytree(step_trained, job.output)
-    refused = run(hpctrain(words[0], "job.toml", *words[1:]), job.directory)
+    refused = in_process(words[0], "job.toml", *words[1:], cwd=job.directory)
     assert refused.code == code and says in refused.err and "Traceback" not in refused.err, refused
 
 
 @pytest.mark.nightly
 def test_ctrl_c_ends_an_evaluation_at_once(job: JobFile) -> None:
     job.set(dataset={"validation_samples": 10**7})
-    assert run(hpctrain("run", "job.toml", "--set", "job.steps=1"), job.directory).code == 0
+    assert in_process("run", "job.toml", "--set", "job.steps=1", cwd=job.directory).code == 0
     words = hpctrain("evaluate", "job.toml", "--checkpoint", "out/checkpoints/latest", "-n", "2")
     with started(words, job.directory) as running:
         wait_until(lambda: len(running.ranks()) == 2, 60, "both ranks are there")
@@ -152,7 +152,7 @@ def test_a_model_of_ones_own_with_augmentation_on_a_test_split(job: JobFile) -> 
     for table in ("model", "dataset"):
         job.tables[table] = {}
     job.set(model={"name": "own:model", "loss": "torch.nn.functional:cross_entropy"}, dataset={"name": "own:data"})
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     ask(job, "predict", "--split", "test", "--out", "one.npy")
     said = ask(job, "predict", "--split", "test", "--out", "three.npy", "-n", "3")
     assert said.splitlines() == ["three.npy: (7, 3) float32"]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Finished, hpctrain, run
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")

@@ -6,7 +6,7 @@ import os
 from itertools import pairwise
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import KILL, hpctrain, run, started, wait_until
 from logged import histories, read_offline, scalars, table
 

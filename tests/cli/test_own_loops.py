@@ -11,7 +11,7 @@ from typing import Any
 import changing_loops
 import pytest
 import torch
-from launching import Finished, Started, hpctrain, run, started, wait_until
+from launching import Finished, Started, hpctrain, in_process, run, started, wait_until
 from own_loops import NAMES
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -92,6 +92,7 @@ def changed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return changed(tmp_path_factory.mktemp("alone"), "0", 1)[0]
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -174,7 +175,7 @@ def test_a_second_start_goes_on_as_if_nothing_had_happened(tmp_path: Path, loop:
     loops(job, 2, f"{loop}:cut", f"{loop}:whole")
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     last = [str(tmp_path / name / "checkpoints" / "latest") for name in ("cut", "whole")]
-    assert run(hpctrain("checkpoint", "diff", *last), tmp_path).code == 0
+    assert in_process("checkpoint", "diff", *last, cwd=tmp_path).code == 0
 
 
 @pytest.mark.nightly

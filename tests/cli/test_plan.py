@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import hpctrain, in_process, run
 
 import hpctrain as package
 from hpctrain.checking.check import check
@@ -67,7 +67,7 @@ def test_json_and_python_say_the_same(job: JobFile) -> None:
 )  # fmt: skip
 def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> None:
     (job.directory / "bad.toml").write_text(MACHINE.replace("bandwidth = 1e12", "bandwidth = -1"))
-    done = run(hpctrain("plan", "job.toml", *words), job.directory)
+    done = in_process("plan", "job.toml", *words, cwd=job.directory)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
@@ -132,6 +132,7 @@ def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None
     assert "needs the values of tensors, and a plan has their shapes only" in done.err, done
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize("gathered", ["products", pytest.param("parameters", marks=pytest.mark.nightly)])
 def test_the_peak_of_stage_3_does_not_grow_by_whole_blocks(job: JobFile, gathered: str) -> None:
     """In bf16 with every block computed again, a further block costs its shard and its input only."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import tomli
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import hpctrain, in_process, run
 
 MODEL = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 512, "max_seq_length": 32}
 CPUS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_a_model_without_blocks_and_overrides(job: JobFile) -> None:
     assert checked.code == 0, checked
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
     job.set(model=MODEL, batch={"global_size": 2, "micro_size": 2}, precision={"mode": "fp32"})
     of, fitted = machine(job.directory, memory=3e6), job.directory / "fitted.toml"
@@ -128,7 +128,7 @@ _TOKENS = "batch.global_size=", "batch.micro_size=", "batch.tokens=64", "batch.m
     ids=["machine", "tokens"],
 )
 def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> None:
-    done = run(hpctrain("plan", "job.toml", "-n", "2", "--fit", "fitted.toml", *words), job.directory)
+    done = in_process("plan", "job.toml", "-n", "2", "--fit", "fitted.toml", *words, cwd=job.directory)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
@@ -207,7 +207,7 @@ def hpctrain_step_end():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limit of a process's data")
 def test_the_plan_s_choice_trains_under_a_limit_that_ends_the_job(job: JobFile) -> None:
     (job.directory / "sizes.py").write_text(DATA_SIZE)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import TERMINATE, Finished, hpctrain, run, started
 from packages import need_commands
 
@@ -115,7 +115,7 @@ def test_profiled_steps_have_the_same_bits(sharding: int, job: JobFile) -> None:
     assert job.losses() == job.losses("plain") and windows(job)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_windows_repeat_and_a_resumed_run_has_its_own(job: JobFile) -> None:
     sets = ("profile.wait=0", "profile.warmup=0", "profile.record=1", "profile.repeat=2", "profile.ranks=[1]")
     trained(job, "job.steps=3", *sets)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Finished, hpctrain, run
 
 MINE = """

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JobFile
 from hpctrain_tools.report.gathering import gather
 from hpctrain_tools.report.pages import html_page, markdown
 from hpctrain_tools.report.plan_file import JobPlan, read_plan
-from launching import KILL, hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import KILL, hpctrain, in_process, run, started, wait_until
 from packages import need_commands
 from planted_runs import GB, STORIES, healthy, killed_and_resumed, planted_plan
 
@@ -38,13 +38,13 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> 
         command.process.send_signal(KILL)
         command.process.wait(timeout=30)
     killed, before = time.time(), job.rows()
-    told = run(hpctrain("report", "out", "--format", "markdown"), job.directory)
+    told = in_process("report", "out", "--format", "markdown", cwd=job.directory)
     assert told.code == 0 and f"**Killed after step {before[-1]['step']} of 24" in told.out, told
     assert "goes on from step 10" in told.out, told
     again = time.time()
     assert run(hpctrain("run", "job.toml", *SLOW), job.directory).code == 0
     end = time.time()
-    (found,) = json.loads(run(hpctrain("report", "out", "--format", "json"), job.directory).out)
+    (found,) = json.loads(in_process("report", "out", "--format", "json", cwd=job.directory).out)
     wall, lost = found["wall"], [row for row in before if row["step"] > 10]
     assert found["state"] == "done" and len(found["starts"]) == 2 and len(lost) >= 4
     wrote = (job.output / "log" / "rank-00000.log").stat().st_mtime
@@ -93,9 +93,9 @@ def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) 
     hidden.mkdir()
     (hidden / "matplotlib.py").write_text("raise ImportError('not here')\n")
     env = {"PYTHONPATH": str(hidden)}
-    refused = run(hpctrain("report", str(planted.directory)), tmp_path, env=env, cold=True)
+    refused = run(hpctrain("report", str(planted.directory)), tmp_path, env=env)
     assert refused.code == 3 and "pip install 'hpctrain[plots]'" in refused.err, refused
-    told = run(hpctrain("report", "run", "--format", "markdown"), tmp_path, env=env, cold=True)
+    told = run(hpctrain("report", "run", "--format", "markdown"), tmp_path, env=env)
     assert told.code == 0 and "# run" in told.out, told
 
 
@@ -173,10 +173,10 @@ def test_the_pages_of_all_stories_in_a_browser(tmp_path: Path) -> None:
     pages = []
     for plant in STORIES:
         directory = plant(tmp_path / plant.__name__).long_ago().directory
-        assert run(hpctrain("report", str(directory)), tmp_path).code == 0
+        assert in_process("report", str(directory), cwd=tmp_path).code == 0
         pages.append(directory / "report.html")
     several = [str(tmp_path / plant.__name__) for plant in STORIES]
-    assert run(hpctrain("report", *several, "-o", "all.html"), tmp_path).code == 0
+    assert in_process("report", *several, "-o", "all.html", cwd=tmp_path).code == 0
     with browser() as driver:
         for page in [*pages, tmp_path / "all.html"]:
             for width, scheme in ((390, "dark"), (1280, "light")):

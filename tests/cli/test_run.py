@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import tomli
-from conftest import JobFile
-from launching import INTERRUPT, KILL, SOON, TERMINATE, hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import INTERRUPT, KILL, SOON, TERMINATE, hpctrain, in_process, run, started, wait_until
 
 KEYS = {
     "step", "epoch", "time", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "tokens_per_second_per_rank",
@@ -20,7 +20,7 @@ KEYS = {
 
 
 def test_one_rank_writes_the_files_of_a_run(job: JobFile) -> None:
-    done = run(hpctrain("run", "job.toml"), job.directory)
+    done = in_process("run", "job.toml", cwd=job.directory)
     assert done.code == 0, done
     rows = job.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -83,15 +83,15 @@ def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
 
 
 def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
-    straight = run(
-        hpctrain("run", "job.toml", "--set", "job.steps=8", "--set", "job.output_dir='straight'"), job.directory
+    straight = in_process(
+        "run", "job.toml", "--set", "job.steps=8", "--set", "job.output_dir='straight'", cwd=job.directory
     )
     assert straight.code == 0, straight
     assert run(hpctrain("run", "job.toml", "-n", "2"), job.directory).code == 0
     done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.steps=8"), job.directory)
     assert done.code == 0 and "from step 4" in done.out, done
     assert job.losses() == pytest.approx(job.losses("straight"), rel=2e-6)
-    nothing = run(hpctrain("run", "job.toml", "--set", "job.steps=8"), job.directory)
+    nothing = in_process("run", "job.toml", "--set", "job.steps=8", cwd=job.directory)
     assert nothing.code == 0 and len(job.losses()) == 8, nothing
 
 
@@ -174,7 +174,7 @@ def test_a_signal_while_the_ranks_come_up_is_not_lost(
     job.set(job={"steps": 10**6, "start": start})
     (job.directory / "tmp").mkdir()
     with started(
-        hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}, cold=True
+        hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}
     ) as command:
         assert command.process.stdout.readline() == "starting     2 ranks\n"
         wait_until(lambda: start == "fork" or len(command.ranks()) == 2, 60, "two ranks")
@@ -218,28 +218,26 @@ def test_a_plugin_s_exception_on_one_rank_ends_the_job(job: JobFile) -> None:
 
 
 def test_an_exception_on_the_only_rank_is_exit_4_too(job: JobFile) -> None:
-    (job.directory / "faulty.py").write_text(
+    (job.directory / "mine.py").write_text(
         "import torch\n"
         "class Model(torch.nn.Linear):\n"
         "    def forward(self, x): raise ZeroDivisionError('on purpose')\n"
         "def build(where): return Model(8, 8) if where == 'forward' else 1 / 0\n"
         "def samples(split): return [(torch.zeros(8), torch.tensor(1))] * 12\n"
     )
-    job.tables["dataset"] = {"name": "faulty:samples"}
-    job.tables["model"] = {"name": "faulty:build", "where": "forward", "loss": "torch.nn.functional:cross_entropy"}
+    job.tables["dataset"] = {"name": "mine:samples"}
+    job.tables["model"] = {"name": "mine:build", "where": "forward", "loss": "torch.nn.functional:cross_entropy"}
     job.write()
-    done = run(hpctrain("run", "job.toml"), job.directory)
+    done = in_process("run", "job.toml", cwd=job.directory)
     assert done.code == 4 and "its forward raised ZeroDivisionError: on purpose, on a batch of 0 (1, 8)" in done.err, (
         done
     )
-    assert 'faulty.py", line 3, in forward' in done.err and done.err.count("File ") == 1, done
-    done = run(
-        hpctrain("run", "job.toml", "--set", "model.where='build'", "--set", "job.output_dir='other'"), job.directory
+    assert 'mine.py", line 3, in forward' in done.err and done.err.count("File ") == 1, done
+    done = in_process(
+        "run", "job.toml", "--set", "model.where='build'", "--set", "job.output_dir='other'", cwd=job.directory
     )
-    assert done.code == 4 and "[model] name = 'faulty:build' raised ZeroDivisionError: division by zero" in done.err, (
-        done
-    )
-    assert 'faulty.py", line 4, in build' in done.err and done.err.count("File ") == 1, done
+    assert done.code == 4 and "[model] name = 'mine:build' raised ZeroDivisionError: division by zero" in done.err, done
+    assert 'mine.py", line 4, in build' in done.err and done.err.count("File ") == 1, done
 
 
 @pytest.mark.thorough

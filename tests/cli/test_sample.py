@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import hpctrain, in_process, run
 
 import hpctrain as api
 
@@ -17,7 +17,7 @@ def trained(job: JobFile) -> JobFile:
     job.tables["model"] |= {"vocab_size": 256, "max_seq_length": 16}
     job.tables["dataset"] = {"name": "stdlib-text", "max_bytes": 20_000}
     job.write()
-    done = run(hpctrain("run", "job.toml", "--set", "job.steps=12", "--set", "optimizer.lr=0.01"), job.directory)
+    done = in_process("run", "job.toml", "--set", "job.steps=12", "--set", "optimizer.lr=0.01", cwd=job.directory)
     assert done.code == 0, done
     return job
 
@@ -41,7 +41,8 @@ def expected(job: JobFile, prompt: str, tokens: int) -> str:
 )  # fmt: skip
 def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
     asked = ("--prompt", "import wörter", "--tokens", "30", "--temperature", "0")
-    done = run(hpctrain("sample", "job.toml", *CHECKPOINT, *asked, *words), trained.directory)
+    asked = ("sample", "job.toml", *CHECKPOINT, *asked, *words)
+    done = run(hpctrain(*asked), trained.directory) if words else in_process(*asked, cwd=trained.directory)
     assert done.code == 0 and not done.err, done
     assert done.out.rstrip("\n").rstrip("\ufffd") == expected(trained, "import wörter", 30).rstrip("\n").rstrip(
         "\ufffd"
@@ -50,8 +51,8 @@ def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
 
 def test_draws_and_mistakes(trained: JobFile) -> None:
     def sample(*words: str) -> str:
-        done = run(
-            hpctrain("sample", "job.toml", *CHECKPOINT, "--prompt", "def ", "--tokens", "12", *words), trained.directory
+        done = in_process(
+            "sample", "job.toml", *CHECKPOINT, "--prompt", "def ", "--tokens", "12", *words, cwd=trained.directory
         )
         assert done.code == 0, done
         return done.out
@@ -66,5 +67,5 @@ def test_draws_and_mistakes(trained: JobFile) -> None:
             "needs a dataset of text, found 'synthetic'",
         ),
     ]:  # fmt: skip
-        refused = run(hpctrain("sample", "job.toml", *CHECKPOINT, *words), trained.directory)
+        refused = in_process("sample", "job.toml", *CHECKPOINT, *words, cwd=trained.directory)
         assert refused.code == 2 and says in refused.err and "Traceback" not in refused.err and not refused.out, refused

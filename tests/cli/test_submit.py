@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
 from hpctrain_tools.submit.asking import Submitted
 from hpctrain_tools.submit.record import Submission
-from launching import Finished, Started, hpctrain, run
+from jobs import JobFile
+from launching import Finished, Started, hpctrain, in_process, run
 
 from hpctrain.base.child_python import python_module
 
@@ -29,7 +29,7 @@ SECRET = "a-key-that-no-script-may-hold"
 
 
 def submit(job: JobFile, *words: str, env: dict[str, str] | None = None) -> Finished:
-    return run(hpctrain("submit", "job.toml", *words), job.directory, env={"WANDB_API_KEY": SECRET, **(env or {})})
+    return in_process("submit", "job.toml", *words, cwd=job.directory, env={"WANDB_API_KEY": SECRET, **(env or {})})
 
 
 def script(job: JobFile, *words: str) -> str:
@@ -200,12 +200,12 @@ def test_a_line_end_in_a_path_is_no_line_of_the_script(job: JobFile, target: str
 
 def test_a_run_that_was_never_submitted(job: JobFile) -> None:
     for words, found in ((("status", "nowhere"), "no directory"), (("cancel", "."), "no submissions.jsonl in it")):
-        done = run(hpctrain(*words), job.directory)
+        done = in_process(*words, cwd=job.directory)
         assert done.code == 2 and f"{words[1]}: found {found}, expected the directory of a run" in done.err, done
-    nothing = run(hpctrain("status", "."), job.directory)
+    nothing = in_process("status", ".", cwd=job.directory)
     assert nothing.code == 2 and ".: found no run in it, expected the directory of a run" in nothing.err, nothing
     (job.directory / "submissions.jsonl").write_text('{"target": "sl')
-    torn = run(hpctrain("status", "."), job.directory)
+    torn = in_process("status", ".", cwd=job.directory)
     assert torn.code == 2 and "has no line that `hpctrain submit` wrote" in torn.err, torn
     assert "Traceback" not in torn.err
 
@@ -231,7 +231,7 @@ def test_a_crafted_record_reaches_no_scheduler(job: JobFile, crafted: str) -> No
         ["cancel", "."],
         ["submit", "job.toml", "--to", "slurm", "--dry-run", "--after", "."],
     ):
-        done = run(hpctrain(*command), job.directory)
+        done = in_process(*command, cwd=job.directory)
         assert done.code == 2 and done.out == "" and "Traceback" not in done.err, done
         assert done.err.startswith("hpctrain: ") and done.err.count("\n") == 1, done
 
@@ -241,12 +241,12 @@ def test_asking_about_a_run_loads_no_code_from_it(job: JobFile) -> None:
     (job.directory / "submissions.jsonl").write_text('{"target": "slurm", "id": "1"}\n')
     (job.directory / "job.submitted.toml").write_text('[plugins]\nload = ["evil"]\n')
     for command in ("status", "cancel"):
-        done = run(hpctrain(command, "."), job.directory, env={"PATH": str(BIN)})
+        done = in_process(command, ".", cwd=job.directory, env={"PATH": str(BIN)})
         assert done.code == 3 and "found no command scontrol" in done.err, done
     assert not (job.directory / "loaded").exists()
     (job.directory / "job.submitted.toml").unlink()
     os.mkfifo(job.directory / "job.submitted.toml")
-    done = run(hpctrain("status", "."), job.directory)
+    done = in_process("status", ".", cwd=job.directory)
     assert done.code == 2 and "job.submitted.toml cannot be read" in done.err, done
 
 
@@ -313,13 +313,13 @@ def test_one_job_of_an_array_that_cannot_be_cancelled(job: JobFile) -> None:
     assert submit(job, "--array", "optimizer.lr=0.1,0.2").code == 0
     record = job.output / "optimizer.lr=0.2" / "submissions.jsonl"
     record.write_text(record.read_text().replace("job.0", "job.1"))
-    done = run(hpctrain("cancel", "out", "--load", "odd"), job.directory)
+    done = in_process("cancel", "out", "--load", "odd", cwd=job.directory)
     assert done.code == 2 and done.out == "out/optimizer.lr=0.2: odd job job.1: told to end\n", done
     assert done.err == f"hpctrain: not yours: {job.output.absolute() / 'optimizer.lr=0.1'}\n", done
     assert [(one / "cancelled").exists() for one in sorted(job.output.glob("optimizer*"))] == [False, True]
     (record.parent / "cancelled").unlink()
     (record.parent / "cancelled").symlink_to("/etc/hostname")
-    done = run(hpctrain("cancel", str(record.parent), "--load", "odd"), job.directory)
+    done = in_process("cancel", str(record.parent), "--load", "odd", cwd=job.directory)
     assert done.code == 0 and "warning" in done.err and "cancelled cannot be made (it is a symbolic link" in done.err, (
         done
     )

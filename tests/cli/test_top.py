@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import JobFile
-from launching import KILL, SOON, TERMINATE, Started, hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import KILL, SOON, TERMINATE, Started, hpctrain, in_process, run, started, wait_until
 from tmux import terminal
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,7 +47,7 @@ def test_a_training_is_seen_from_another_terminal(job: JobFile, training: Starte
         ):  # fmt: skip
             assert re.search(line, first), (line, first)
         step = int(re.findall(r"step (\d+)/100000", first)[0])
-        (listed,) = json.loads(run(hpctrain("runs", ".", "--json"), job.directory).out)
+        (listed,) = json.loads(in_process("runs", ".", "--json", cwd=job.directory).out)
         assert listed["state"] == "running" and str(training.process.pid) in listed["detail"], listed
         rows = {row["step"]: row for row in job.rows()}
         assert f"loss {rows[step]['loss']:.4f}" in first
@@ -66,22 +66,22 @@ def test_a_training_is_seen_from_another_terminal(job: JobFile, training: Starte
 @pytest.mark.thorough
 def test_runs_are_listed_and_one_is_printed_once(job: JobFile) -> None:
     assert run(hpctrain("run", "job.toml", "--set", "job.output_dir='runs/a'"), job.directory).code == 0
-    listed = run(hpctrain("runs"), job.directory)
+    listed = in_process("runs", cwd=job.directory)
     loss = job.losses("runs/a")[-1]
     head, row = listed.out.splitlines()
     assert head.split() == ["RUN", "STATE", "STEP", "LOSS", "EVALUATION", "WROTE", "JOB", "CHECKPOINT"], listed
     assert re.fullmatch(rf"runs/a +done +4/4 +{loss:.4f} +- +\d+ s ago +- +step-00000004", row), listed
-    (found,) = json.loads(run(hpctrain("runs", "--json"), job.directory).out)
+    (found,) = json.loads(in_process("runs", "--json", cwd=job.directory).out)
     assert (found["state"], found["step"], found["loss"], found["job"]) == ("done", 4, job.losses("runs/a")[-1], None)
     quick = "import sys; from hpctrain.cli import execute; [execute(one) for one in (['runs'], ['top', 'runs/a'])]; "
     assert run([sys.executable, "-c", f"{quick} sys.exit('torch' in sys.modules)"], job.directory).code == 0
-    once = run(hpctrain("top", "runs/a"), job.directory)  # a pipe: a single frame
+    once = in_process("top", "runs/a", cwd=job.directory)  # a pipe: a single frame
     assert once.code == 0 and once.out.splitlines()[0].startswith("runs/a  done") and "\x1b" not in once.out, once
     assert f"loss {loss:.4f}" in once.out and "step 4/4" in once.out and "100%  ended" in once.out, once
-    later = run(hpctrain("top", "runs/b"), job.directory)
+    later = in_process("top", "runs/b", cwd=job.directory)
     assert later.code == 0 and "runs/b  pending  (no run is here yet" in later.out, later
     for words in (("top", "job.toml"), ("top", "runs"), ("runs", "nowhere")):
-        wrong = run(hpctrain(*words), job.directory)
+        wrong = in_process(*words, cwd=job.directory)
         assert wrong.code == 2 and wrong.out == "" and wrong.err.count("\n") == 1 and "found no" in wrong.err, wrong
 
 

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Finished, hpctrain, run, started, wait_until
 
 COUNTING = """
@@ -75,9 +75,10 @@ def imports(job: JobFile) -> list[str]:
 
 
 def train(job: JobFile, *words: str, env: dict[str, str] | None = None) -> Finished:
-    return run(hpctrain("run", "job.toml", "-n", "3", *words), job.directory, 120, env, cold=True)
+    return run(hpctrain("run", "job.toml", "-n", "3", *words), job.directory, 120, env)
 
 
+@pytest.mark.thorough
 def test_ranks_train_as_those_that_are_started_anew(counting: JobFile) -> None:
     forked = train(counting, "--set", "job.output_dir=forked")
     assert forked.code == 0 and not forked.err, forked
@@ -96,10 +97,11 @@ def test_ranks_train_as_those_that_are_started_anew(counting: JobFile) -> None:
     assert counting.losses("forked") == counting.losses("spawned")
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_forked_again(counting: JobFile) -> None:
     counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400}, checkpoint={"every_steps": 1, "keep": 1})
     words = hpctrain("run", "job.toml", "-n", "3", "--restarts", "1")
-    with started(words, counting.directory, cold=True) as command:
+    with started(words, counting.directory) as command:
         counting.wait_for_steps(2)
         first = {one["pid"] for one in told_by_ranks(counting, 3)}
         assert first == {one.pid for one in command.ranks()}

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
-from launching import KILL, Started, hpctrain, run, started, wait_until
+from jobs import JobFile
+from launching import KILL, Started, hpctrain, in_process, run, started, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -187,6 +187,6 @@ def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path
 
 @pytest.mark.nightly
 def test_check_tells_what_min_ranks_allows(elastic: JobFile, tmp_path: Path) -> None:
-    many = run(hpctrain("check", "job.toml", "-n", "1"), tmp_path, env=environment(elastic))
+    many = in_process("check", "job.toml", "-n", "1", cwd=tmp_path, env=environment(elastic))
     assert many.code == 2 and "[elastic] min_ranks: found 2, but the job starts on 1; expected" in many.err, many
-    assert "found 0" in run(hpctrain("check", "job.toml", "--set", "elastic.min_ranks=0"), tmp_path).err
+    assert "found 0" in in_process("check", "job.toml", "--set", "elastic.min_ranks=0", cwd=tmp_path).err

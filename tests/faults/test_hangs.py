@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hangs import LATE, LIMIT, PLANTED, Planted, environment, idle_seconds, tell, write_job
-from launching import hpctrain, run, started, wait_until
+from launching import hpctrain, in_process, run, started, wait_until
 
 OF_EVERY_RUN = {("mpi", "sleep"), ("gloo", "sleep-check")}
 THOROUGH = {
@@ -97,7 +97,7 @@ def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
     assert not left
     answer = run(asking, tmp_path)
     assert answer.code == 2 and "no job answered in out within 2 s" in answer.err, answer
-    assert run(hpctrain("where", "nowhere"), tmp_path).code == 2
+    assert in_process("where", "nowhere", cwd=tmp_path).code == 2
 
 
 @pytest.mark.nightly

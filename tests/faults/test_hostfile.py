@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import KILL, Started, hpctrain, run, started, wait_until
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from besieging import PYTHON
-from conftest import JobFile
 from hpctrain_tools.launch.channel_streams import Heard, Listener
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import hpctrain, in_process, run
 
 from hpctrain.api import EnvironmentUnfitError
 from hpctrain.base.safe_files import own_directory
@@ -71,9 +71,7 @@ def test_kernels_of_another_user_do_not_run(job: JobFile, shared: Path) -> None:
     job.set(compile={"enabled": True}, job={"steps": 2}, evaluation={"every_steps": 2})
     place = {"TMPDIR": str(shared), "XDG_CACHE_HOME": str(names[2]), "OMP_NUM_THREADS": "1"}
     for number in range(2):
-        done = run(
-            hpctrain("run", "job.toml", "--set", f"job.output_dir=r{number}"), job.directory, 180, place, cold=True
-        )
+        done = run(hpctrain("run", "job.toml", "--set", f"job.output_dir=r{number}"), job.directory, 180, place)
         assert done.code == 0, done
         stranger(POISONS, taken, *names, *(one / "inductor" for one in names))
     assert not taken.read_text(), "code of the stranger ran"
@@ -159,7 +157,7 @@ def test_a_run_of_another_user_is_not_asked_about_at_its_address(shared: Path) -
         threading.Thread(target=listen, daemon=True).start()
         stranger(CRAFTS, shared / "runs" / "j", server.getsockname()[1])
         for words in (("status", shared / "runs" / "j"), ("runs", shared / "runs")):
-            run(hpctrain(*map(str, words)), shared)
+            in_process(*words, cwd=shared)
         assert not came
 
 

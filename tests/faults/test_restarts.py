@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, run
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import MARK, SOON, TERMINATE, Finished, hpctrain, run, started, wait_until
 
 pytestmark = pytest.mark.timeout(200)
@@ -104,6 +104,7 @@ def close_terminal_at(text: bytes, words: Sequence[str], cwd: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     "words",
     [
@@ -140,6 +141,7 @@ def hpctrain_step_end(step):
 """
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_of_users_code_end(job: JobFile, start: str) -> None:
     """Pool.terminate() sends SIGTERM, which a rank answers with a save; after a kill of the starter nobody would end them."""

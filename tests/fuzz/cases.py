@@ -43,7 +43,11 @@ class Case:
     change: Callable[[Place], Any]
     commands: list[list[str]]
     codes: Codes
-    nightly: bool = False
+    tier: str = "default"
+
+
+_OF_EVERY_RUN = ("a pipe", "a link outside")
+"""The replacements of each file in the default tier."""
 
 
 def _replaced(base: str, file: str, commands: list[list[str]], codes: Codes, **special: Codes) -> list[Case]:
@@ -51,6 +55,7 @@ def _replaced(base: str, file: str, commands: list[list[str]], codes: Codes, **s
         Case(
             f"{file.removeprefix(CHECKPOINT + '/')}: {craft}", base, c.replaced(file, craft), commands,
             {**codes, **special.get(craft.replace(" ", "_").replace("/", "_"), {})},
+            "default" if craft in _OF_EVERY_RUN else "thorough",
         )
         for craft in c.REPLACEMENTS
     ]  # fmt: skip
@@ -556,7 +561,9 @@ def _looked_at(cases: list[Case]) -> list[Case]:
     """A file in another one's place is refused where all files are opened: with one of them the default tests do."""
     return [
         replace(
-            one, name=f"looked at, {one.name}", nightly=one.name.startswith("run/") and "submissions" not in one.name
+            one,
+            name=f"looked at, {one.name}",
+            tier="nightly" if one.name.startswith("run/") and "submissions" not in one.name else one.tier,
         )
         for one in cases
     ]

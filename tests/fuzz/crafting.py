@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from confined import Confined
-from conftest import TINY
+from jobs import TINY
 from safetensors.torch import save_file
 
 CHECKPOINT = "run/checkpoints/step-00000002"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tomli
 import tomli_w
-from conftest import TINY
 from hypothesis import strategies as st
+from jobs import TINY
 
 from hpctrain.checking.check import check
 from hpctrain.checking.resolved import resolved_tables

@@ -43,7 +43,7 @@ def bases(server: Confined, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 )
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.nightly] * case.nightly) for case in CASES],
+    [pytest.param(case, marks=[] if case.tier == "default" else [getattr(pytest.mark, case.tier)]) for case in CASES],
     ids=lambda case: f"{case.base}, {case.name}".replace("/", " "),
 )
 def test_crafted(case: Case, server: Confined, bases: dict[str, Path], tmp_path: Path) -> None:

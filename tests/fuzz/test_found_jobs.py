@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 from commands import directory, ending  # noqa: F401  (a fixture)
-from conftest import TINY
+from jobs import TINY
 
 pytestmark = pytest.mark.usefixtures("directory")
 

@@ -18,7 +18,7 @@ from typing import Any
 import hpctrain_tools
 import pytest
 import torch
-from conftest import JobFile
+from jobs import JobFile
 from launching import MARK, Finished, hpctrain, run, wait_until
 from plain import batches_of, gpt_loss, module_of, train_gpt
 

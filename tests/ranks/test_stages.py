@@ -393,6 +393,7 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
     assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), nightly("sgd")])
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     """Each stage resumes from the previous one, and the curve is that of an uninterrupted run."""

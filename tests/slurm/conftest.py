@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, run
 
 from slurm.cluster import Cluster, temporary_cluster

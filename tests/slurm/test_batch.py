@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import KILL, Started, hpctrain, wait_until
 
 from slurm.cluster import Cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain
 
 from slurm.cluster import Cluster

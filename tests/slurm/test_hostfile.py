@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import KILL, Started, hpctrain
 
 from slurm.cluster import Cluster

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, wait_until
 
 from slurm.cluster import Cluster, temporary_cluster

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain
 
 from slurm.cluster import Cluster

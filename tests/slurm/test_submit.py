@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Finished, wait_until
 
 from slurm.cluster import Cluster

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import Started, hpctrain, wait_until
 
 from slurm.cluster import Cluster

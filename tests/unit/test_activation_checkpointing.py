@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from jobs import TINY
 from live_bytes import LiveBytes
 
 import hpctrain

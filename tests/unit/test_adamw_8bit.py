@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from conftest import TINY
+from jobs import TINY
 from plain import batches_of, gpt_loss, module_of, train_plainly
 from torchao.optim import AdamW8bit
 
@@ -81,6 +81,7 @@ def test_without_torchao_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+@pytest.mark.thorough
 def test_a_plan_for_accelerators(tmp_path: Path) -> None:
     """On which torchao compiles the step; a plan has the bytes of its states all the same."""
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tomli
 from click.testing import CliRunner
-from conftest import TINY
 from hpctrain_tools.convert.conversion import LIBRARIES, Conversion, converted
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import UsageError

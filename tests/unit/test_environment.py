@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, JobFile
 from hpctrain_tools.doctor.variables import settings
+from jobs import TINY, JobFile
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError

@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import JobFile
-from launching import hpctrain, run
+from jobs import JobFile
+from launching import in_process
 
 from hpctrain.base.errors import HpctrainError, shown
 from hpctrain.base.safe_files import (
@@ -118,7 +118,7 @@ def test_who_may_enter_a_run(permissions: str | None, umask: int, mode: int, job
     job.set(job={"output_dir": "runs/x", "steps": 1, **({} if permissions is None else {"permissions": permissions})})
     before = os.umask(umask)
     try:
-        assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+        assert in_process("run", "job.toml", cwd=job.directory).code == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE(job.output.stat().st_mode) == mode
@@ -129,13 +129,13 @@ def test_a_directory_that_is_there_keeps_its_mode_and_may_lie_behind_a_link(job:
     scratch = job.directory / "scratch"
     scratch.mkdir(mode=0o755)
     (job.directory / "out").symlink_to("scratch")
-    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert in_process("run", "job.toml", cwd=job.directory).code == 0
     assert stat.S_IMODE(scratch.stat().st_mode) == 0o755 and (scratch / "metrics.jsonl").is_file()
 
 
 @pytest.mark.parametrize("permissions", ["0077", "rwx", "07000", ""])
 def test_permissions_that_are_none(permissions: str, job: JobFile) -> None:
-    done = run(hpctrain("check", "job.toml", "--set", f"job.permissions='{permissions}'"), job.directory)
+    done = in_process("check", "job.toml", "--set", f"job.permissions='{permissions}'", cwd=job.directory)
     assert done.code == 2 and "lets the owner in" in done.err, done
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY
+from jobs import TINY
 from torch import Tensor
 
 import hpctrain

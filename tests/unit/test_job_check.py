@@ -15,8 +15,8 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from conftest import TINY
 from hpctrain_tools.launch.counts import why_not
+from jobs import TINY
 from plain import module_of
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tomli
 import tomli_w
-from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import TINY
 
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from conftest import TINY
+from jobs import TINY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 

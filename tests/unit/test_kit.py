@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import TINY
 from faulty import FAULTS, Fault
 from hpctrain_tools.testing.check import find_broken_promises
+from jobs import TINY
 
 import hpctrain
 from hpctrain.api import Plugin, UsageError
@@ -24,8 +24,12 @@ from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = {"MeanLoss", "HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel", "MeanCompression"}
 """Faults of the default tier: found in a run, before one, between ranks, after a resume, and by a difference."""
-CONSTANT = {"model": ("gpt",), "dataset": ("synthetic",), "schedule": ("constant",)}
-"""Plugins of the default tier."""
+EACH_COMMIT = {
+    "activation_checkpointing.full", "checkpoint.hdf5", "communicator.mpi", "compression.powersgd", "dataset.synthetic",
+    "hook.ema", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline", "parallelism.tensor",
+    "pipeline_schedule.1f1b", "precision.fp16", "profile.torch", "sharding.zero-1", "sharding.zero-3",
+}  # fmt: skip
+"""Plugins of the thorough tier, one of each slot or two."""
 UNFIT = {
     "accelerator",
     "nccl",
@@ -50,12 +54,16 @@ def own_plugins() -> list[str]:
     ]
 
 
-def tier(name: str, quick: bool) -> object:
-    return pytest.param(name, marks=() if quick else pytest.mark.thorough, id=str(name))
+def tier(plugin: str) -> object:
+    marks = (
+        [] if plugin == "schedule.cosine" else [pytest.mark.thorough if plugin in EACH_COMMIT else pytest.mark.nightly]
+    )
+    return pytest.param(plugin, marks=marks, id=plugin)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", [tier(one, str(one) in QUICK) for one in FAULTS])
+@pytest.mark.cases(default=QUICK, rest="thorough")
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
     """With a sentence that names the plugin, its slot and the promise."""
     found = find_broken_promises(fault.plugin, fault.tables, first=True)
@@ -64,7 +72,7 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plugin", [tier(one, one == "schedule.cosine") for one in own_plugins()])
+@pytest.mark.parametrize("plugin", [*map(tier, own_plugins())])
 def test_hpctrain_s_own_plugins_pass(plugin: str) -> None:
     check_plugin(plugin)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import CheckpointError, HpctrainError, TrainingError, UsageError

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from jobs import TINY
 from logged import forget_checkpoint, histories, logger, prepare, read_offline, rows, scalars, table, train
 
 from hpctrain.base.errors import EnvironmentUnfitError
@@ -98,6 +98,7 @@ def test_csv_drops_rows_after_the_checkpoint_and_of_an_earlier_run() -> None:
     assert not Path("out/metrics.csv").exists() and not Path("out/evaluations.csv").exists()
 
 
+@pytest.mark.cases(default=["True-csv"], rest="thorough")
 @pytest.mark.parametrize("name", ["csv", *INSTALLED])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_store_that_lacks_steps_is_refilled_by_a_resume(name: str, is_new: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, JobFile
 from hpctrain_tools.bench import measuring, spread, start_measuring
 from hpctrain_tools.bench.figures import Figure, Ratio
 from hpctrain_tools.bench.peers import Peer, PeersResult
@@ -23,6 +22,7 @@ from hpctrain_tools.bench.task import Step
 from hpctrain_tools.bench.trainers import Trainer
 from hpctrain_tools.bench.turns import Turn
 from hpctrain_tools.commands import bench_scaling
+from jobs import TINY, JobFile
 
 from hpctrain.base.errors import UsageError
 from hpctrain.job.problems import JobError

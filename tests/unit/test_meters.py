@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, JobFile
+from jobs import TINY, JobFile
 from launching import wait_until
 from torch import Tensor, nn
 

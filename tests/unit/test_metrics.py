@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from conftest import TINY
+from jobs import TINY
 from plain import module_of, samples_of
 from torch.nn.functional import cross_entropy
 

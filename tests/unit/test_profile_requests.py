@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
 from hpctrain_tools.commands.profile import command
 from hpctrain_tools.profile import asking
 from hpctrain_tools.profile.asking import record_now
 from hpctrain_tools.profile.table import Figures
 from hpctrain_tools.profile.traces import stored_window
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import UsageError

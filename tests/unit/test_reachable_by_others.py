@@ -64,7 +64,7 @@ WRITTEN = {
     "plugins/hpctrain_tools/convert/conversion.py": "TOML: `one_line` and tomli_w, read again and compared",
     "plugins/hpctrain_plugins/scheduler/kubernetes/__init__.py": "YAML: read again and compared",
     "plugins/hpctrain_tools/plan/fitted.py": "TOML: tomli_w",
-    "plugins/hpctrain_tools/testing/kit.py": "TOML: tomli_w",
+    "plugins/hpctrain_tools/testing/runs.py": "TOML: tomli_w",
     "hpctrain/checking/resolved.py": "TOML: tomli_w",
     "plugins/hpctrain_tools/submit/prepare.py": "TOML: tomli_w",
     "plugins/hpctrain_tools/commands/bench.py": "TOML: tomli_w",

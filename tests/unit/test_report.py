@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import JobFile
 from hpctrain_tools import report as package
 from hpctrain_tools.report.curves import RowReader
 from hpctrain_tools.report.facts import Ending
@@ -25,6 +24,7 @@ from hpctrain_tools.report.gathering import gather
 from hpctrain_tools.report.pages import html_page, markdown
 from hpctrain_tools.report.verdict import judge
 from hpctrain_tools.runs.run_directory import RunDirectory
+from jobs import JobFile
 from planted_runs import (
     BEGIN,
     COMPUTING,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from hpctrain_tools.checkpoint.conversion import import_weights
+from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError

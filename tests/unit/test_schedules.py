@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from jobs import TINY
 from torch.optim import lr_scheduler
 
 import hpctrain

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from hpctrain_tools.runs.log_seen import read_log
+from jobs import TINY
 
 import hpctrain
 from hpctrain.contracts.identity import Identity

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 from hpctrain_plugins.sharding.communication import HostBuffers
 from hpctrain_plugins.sharding.wrapping import units_of
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from launching import hpctrain as hpctrain_words
-from launching import run
+from launching import in_process
 from torch.nn.functional import cross_entropy
 
 import hpctrain
@@ -362,12 +361,12 @@ def test_the_commands_take_a_stream() -> None:
     job = tables("out", "flow", evaluation={"every_steps": 9})
     (found,) = losses(job, "evaluation_loss")
     Path("job.toml").write_text(tomli_w.dumps(job))
-    done = run(hpctrain_words("check", "job.toml"), Path.cwd())
+    done = in_process("check", "job.toml", cwd=Path.cwd())
     assert "ok, 9 steps, a stream of training samples" in done.out, done
     words = ("--checkpoint", "out/checkpoints/latest", "--split", "validation")
-    done = run(hpctrain_words("evaluate", "job.toml", *words, "--json"), Path.cwd())
+    done = in_process("evaluate", "job.toml", *words, "--json", cwd=Path.cwd())
     assert done.code == 0 and json.loads(done.out) == {"loss": pytest.approx(found, rel=1e-6), "samples": 17}, done
-    done = run(hpctrain_words("predict", "job.toml", *words, "--out", "out.npy"), Path.cwd())
+    done = in_process("predict", "job.toml", *words, "--out", "out.npy", cwd=Path.cwd())
     assert done.code == 2 and "a stream has an unknown number; use samples by index" in done.err, done
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import TINY, JobFile
 from hpctrain_tools.runs.standing import described
 from hpctrain_tools.submit.record import cancelled
+from jobs import TINY, JobFile
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import mse_loss

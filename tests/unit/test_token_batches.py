@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import TINY
 from plain import samples_of
 
 import hpctrain

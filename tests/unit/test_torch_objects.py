@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import JobFile
+from jobs import JobFile
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType

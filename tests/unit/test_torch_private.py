@@ -251,6 +251,7 @@ def private_names_of_torch(nodes: Nodes, own: set[str], heirs: Mapping[str, set[
         yield from (f"{kind.lineno}: {name}" for name in taken if name not in OVERRIDDEN)
 
 
+@pytest.mark.thorough
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
     files = {file: nodes_of(file.read_text()) for file in sources() if file not in HOMES}
     assert len(files) > 200

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import TINY
 from hpctrain_tools.profile import merging, recording
 from hpctrain_tools.profile.communication import Communication
 from hpctrain_tools.profile.hta_report import Report
@@ -26,6 +25,7 @@ from hpctrain_tools.profile.table import Figures
 from hpctrain_tools.profile.traces import Events, stored_window
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import TINY
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 

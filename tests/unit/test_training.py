@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY
+from jobs import TINY
 from plain import batches_of, module_of
 from torch import nn
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats

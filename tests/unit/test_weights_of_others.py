@@ -15,7 +15,7 @@ import tomli
 import tomli_w
 import torch
 from click.testing import CliRunner
-from conftest import TINY
+from jobs import TINY
 from torch.nn.functional import relu
 
 import hpctrain

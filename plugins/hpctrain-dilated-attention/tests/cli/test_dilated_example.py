@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "long.toml"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from hpctrain_horovod.commands import horovodrun
-from launching import Finished, hpctrain, run, started, wait_until
+from launching import Finished, hpctrain, in_process, run, started, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples"
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -292,7 +292,7 @@ def test_the_timeline(tmp_path: Path) -> None:
     ids=str,
 )
 def test_mistakes(words: list[str], sentence: str, tmp_path: Path) -> None:
-    done = run(hpctrain("horovodrun", *words), tmp_path)
+    done = in_process("horovodrun", *words, cwd=tmp_path)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
@@ -397,12 +397,12 @@ def test_the_program_horovodrun_is_a_real_ones_where_there_is_one(tmp_path: Path
 
 def test_a_wrong_number_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "horovod.yaml").write_text("params:\n  cache_capacity: -3\n")
-    done = run(hpctrain("horovodrun", "-np", "2", "--config-file", "horovod.yaml", PYTHON, "script.py"), tmp_path)
+    done = in_process("horovodrun", "-np", "2", "--config-file", "horovod.yaml", PYTHON, "script.py", cwd=tmp_path)
     assert done.code == 2 and "params.cache_capacity: -3 is not in the range x>=0" in done.err, done
 
 
 def test_check_build(tmp_path: Path) -> None:
-    done = run(hpctrain("horovodrun", "--check-build"), tmp_path)
+    done = in_process("horovodrun", "--check-build", cwd=tmp_path)
     assert done.code == 0 and re.search(r"\[X\] PyTorch 2\.", done.out) and "[X] MPI (MPICH)" in done.out, done
     assert "[ ] TensorFlow" in done.out
 
@@ -629,6 +629,7 @@ def fails():
 """
 
 
+@pytest.mark.thorough
 def test_a_function_that_another_user_has_put_there_is_not_called(tmp_path: Path) -> None:
     content = pickle.dumps((print, ("called",), {}))
     digest = hashlib.sha256(content).hexdigest()

@@ -154,7 +154,7 @@ def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_pa
     assert len({step[3] for step in progress(tmp_path)}) == 5, "four workers and one in place of the killed one"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_lost_worker_that_nobody_can_replace_is_dropped(undisturbed: list[float], tmp_path: Path) -> None:
     """The host has lost a slot; before a commit, only the lost worker tells the others."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("% 4 == 0", "% 100 == 0"))
@@ -176,7 +176,7 @@ NO_STATE = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_that_shrink_and_are_exchanged(tmp_path: Path) -> None:
     """A slot that is lost is given up at the next commit; no job begins anew without the state; a script may fail at times."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("time.sleep(0.02)", "time.sleep(0.1)"))
@@ -196,7 +196,7 @@ def test_hosts_that_shrink_and_are_exchanged(tmp_path: Path) -> None:
     assert {(step[1], step[2]) for step in progress(tmp_path)} == {(0, 2), (1, 2), (0, 1)}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_worker_that_has_not_got_the_state_does_not_lead(tmp_path: Path) -> None:
     """One is replaced, and the other one is lost while it gives its state to the new one."""
     sync = "        if os.path.exists('progress'):\n            open(f'syncs-{os.getpid()}', 'w')\n            time.sleep(2)\n"
@@ -266,7 +266,7 @@ def test_a_worker_that_does_not_come_back_is_replaced(undisturbed: list[float], 
     assert found["losses"] == pytest.approx(undisturbed, rel=1e-9) and found["seen"] == 480
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_script_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         SCRIPT.replace("state.batch += 1", "state.batch += 1; assert state.batch < 7, 'mine'")
@@ -275,7 +275,7 @@ def test_a_script_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
     assert done.code == 1 and "AssertionError" in done.err and "mine" in done.err, done
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_fixed_number_of_workers_ends_with_the_first_that_is_lost(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with started(elastic("-np", "3", "--gloo"), tmp_path) as command:

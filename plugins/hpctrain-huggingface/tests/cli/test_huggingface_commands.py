@@ -60,7 +60,7 @@ def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) ->
     for out, words in (("adapter", []), ("merged", ["--merged"])):
         hpctrain(tmp_path, "checkpoint", "export", str(newest), "--to", "huggingface", out, *words)
         assert (tmp_path / out / "tokenizer.json").is_file()
-        done = run([sys.executable, "-c", ELSEWHERE, out], tmp_path, timeout=100, cold=True)
+        done = run([sys.executable, "-c", ELSEWHERE, out], tmp_path, timeout=100)
         assert done.code == 0, done
     with torch.no_grad():
         mine = library.load(newest)(torch.arange(12)[None] * 5 % 61).logits
@@ -81,11 +81,12 @@ def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) ->
 
 
 def run_plainly(directory: Path) -> Path:
-    done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100, cold=True)
+    done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100)
     assert done.code == 0, done
     return directory / "saved.pt"
 
 
+@pytest.mark.cases(rest="thorough")
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("gpt2", "gemma3", "mixtral"))]
 )

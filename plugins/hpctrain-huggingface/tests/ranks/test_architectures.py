@@ -41,6 +41,7 @@ def tried() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.ranks(2)
 @pytest.mark.shown_on(2)
 @pytest.mark.parametrize(
     ("name", "layout"),

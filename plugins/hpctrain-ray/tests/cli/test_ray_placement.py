@@ -9,10 +9,10 @@ from typing import Any
 import hpctrain_ray
 import pytest
 import ray_nodes
-from conftest import JobFile
 from hpctrain_ray.order import Bundle, Order
 from hpctrain_ray.placement import Placed, has_room, place
 from hpctrain_ray.seats import Seat, take_seats
+from jobs import JobFile
 from launching import wait_until
 from ray_nodes import cluster, nodes
 from test_ray_run import in_thread

@@ -9,7 +9,7 @@ from typing import Any
 import hpctrain_ray
 import pytest
 import ray_nodes
-from conftest import JobFile
+from jobs import JobFile
 from launching import hpctrain, wait_until
 from launching import run as typed
 from ray_nodes import cluster, nodes

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import ray_nodes
-from conftest import JobFile
 from hpctrain_ray.options import RayOptions
 from hpctrain_ray.scheduler import Ray
+from jobs import JobFile
 from launching import Finished, hpctrain, wait_until
 from launching import run as typed
 from ray_nodes import cluster, nodes
