@@ -121,7 +121,14 @@ def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torc
         if not any(math.isclose(rate, one, rel_tol=1e-6) for one in (of_group, *named)):
             found = f"built an optimizer whose lr is {rate:g} where its group says {of_group:g}"
             raise broken(plugin, found, "the groups as they are, or each group's options")
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its weights differ for training and for all else, as those of schedule-free ones do (Defazio et al., 2024)."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
 def _group_of(

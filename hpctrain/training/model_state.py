@@ -97,7 +97,7 @@ def restore_model(model: TrainedModel, values: ModelValues, pieces: Sequence[Pie
     for piece in model.pieces:
         if piece.name in values.optimizer_idle:
             model.optimizer.state.pop(piece.tensor, None)
-    model.optimizer_begun = values.optimizer_begun
+    model.optimizer_begun, model.mode = values.optimizer_begun, "eval"  # in which it was saved
     if not model.optimizer_begun:
         model.optimizer = model.new_optimizer()
 

@@ -31,8 +31,8 @@ from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.loss_trial import try_loss
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.optimizer_trial import refuse_idle_optimizer, updates_parts_alike
-from hpctrain.model.parameters import build_optimizer, parameter_groups
+from hpctrain.model.optimizer_trial import refuse_hidden_state, updates_parts_alike
+from hpctrain.model.parameters import build_optimizer, has_modes, parameter_groups
 from hpctrain.model.pieces import refuse_holes
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
@@ -132,7 +132,15 @@ class TrainedModel:
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
+        self.mode = "train"
         return self.sharded.optimizer(self._groups(self.pieces), self._build)
+
+    def _switch(self, mode: str) -> None:
+        """Let an optimizer that has modes change the pieces to those for training or for all else. Collective."""
+        if self.mode != mode and has_modes(self.optimizer):
+            getattr(self.optimizer, mode)()
+            self.refresh()
+        self.mode = mode
 
     def spare_optimizer(self, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
         """An optimizer of these pieces besides the one that trains."""
@@ -172,8 +180,8 @@ class TrainedModel:
         return parameter_groups(pieces, self.shapes, self.parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
-        """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
-        refuse_idle_optimizer(self.parts.optimizer, self._build)
+        """Raises UsageError if the optimizer can't update a part of a parameter by itself. Collective."""
+        refuse_hidden_state(self.parts.optimizer, self._build)
         cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
         if cut and not updates_parts_alike(self._build):
             raise UsageError(
@@ -229,6 +237,7 @@ class TrainedModel:
         """Copy the buffers that forwards changed (BatchNorm's means) from the first data-parallel rank to the others, so that
         all ranks evaluate and save one model. Collective."""
         self.sharded.consolidate()
+        self._switch("eval")
         if self.batch_group.size() == 1:
             return
         for name, buffer in self.module.named_buffers():
@@ -247,6 +256,7 @@ class TrainedModel:
     def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
+        self._switch("train")
         if not 0 < self.scaler.scale < math.inf:
             raise broken(self.parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero")
         self.sums.begin(step, self.scaler.scale, may_be_left_out)

@@ -20,7 +20,7 @@ from hpctrain.api import (
 model = lambda told, ranks=1: planted("model", "name", told, ranks)  # noqa: E731
 
 
-@model("has the loss .* for a sample and .* for it twice: a mean")
+@model("trains as one process does: on one micro batch of all samples")
 class MeanLoss(GPT):
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) / self.count(batch)

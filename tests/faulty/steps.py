@@ -53,7 +53,7 @@ class SomeParameters(_Optimizer):
         return _SGD([{**group, "params": group["params"][1:]} for group in groups])
 
 
-@optimizer("changed nothing in two steps on random gradients")
+@optimizer("its step updates each parameter: no parameter changed")
 class NoStep(_Optimizer):
     class made(_SGD):  # noqa: N801
         def step(self, closure=None):

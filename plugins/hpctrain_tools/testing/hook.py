@@ -74,7 +74,9 @@ class _Recording:
                 for one in wrong_collectives(model.device)
             ]
         if not self._diverges:
-            self._write(step, {"parameters": self._values(model)}, model)
+            values = self._values(model)
+            # a resume may begin with the weights that an optimizer has for evaluations
+            self._write(step, {} if step else {"parameters": values}, model)
 
     @hookimpl(wrapper=True)
     def hpctrain_outputs(self, batch: Any, outputs: Any) -> Generator[None, object, object]:
