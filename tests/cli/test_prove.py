@@ -77,15 +77,13 @@ def prove(job: JobFile, *words: str, **model: Any) -> tuple[Finished, dict[str, 
 @pytest.mark.cases(default=["plain"], rest="thorough")
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
 def test_a_healthy_job_passes(job: JobFile, norm: bool) -> None:
-    done, found = prove(job, norm=norm)
+    done, found = prove(job, *(["--layout", "3 sharding.stage=3"] if not norm else []), norm=norm)
     assert done.code == 0 and found["holds"], done
-    assert {row["state"] for row in found["layouts"]} <= {"alike", "refused"} and len(found["layouts"]) >= 6
+    assert {row["state"] for row in found["layouts"]} <= {"alike", "refused"} and len(found["layouts"]) >= 3
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.cases(
-    default=["mean over ranks-the norm of the gradients at step 1-it is 1/2 of what it must be"], rest="thorough"
-)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "first", "hint"),
     [
@@ -96,7 +94,7 @@ def test_a_healthy_job_passes(job: JobFile, norm: bool) -> None:
     ],
 )
 def test_a_fault_of_a_user_s_is_found(job: JobFile, fault: str, first: str, hint: str) -> None:
-    done, found = prove(job, fault=fault)
+    done, found = prove(job, "--layout", "2", fault=fault)
     assert done.code == 5 and not found["holds"], done
     told = [row for row in found["layouts"] if row["state"] != "alike"]
     assert any(first in row["first"] and hint in row["hint"] for row in told), told
