@@ -25,8 +25,9 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
     since it may communicate.
     """
     rows = {len(one) if one.dim() else 0 for one in (*_tensors(outputs), *_tensors(batch))}
-    too_large = sum(one[:1].numel() for one in _tensors(outputs)) > _MANY
-    if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows or too_large:
+    if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
+        return ""
+    if sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
         return ""
     try:
         once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))

@@ -20,15 +20,12 @@ _TOLERANCE = 1e-3
 
 
 def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:
-    """Raises ContractError for an optimizer that keeps state where no checkpoint finds it.
-
-    Does nothing if the trial itself fails: a third party's optimizer may need a GPU, or other shapes.
-    """
+    """Raises ContractError for an optimizer that keeps state where no checkpoint finds it; does nothing if the trial fails."""
     values, *gradients = _random(4)
     try:
         with torch.random.fork_rng(devices=[]):
             same = _goes_on_alike(build, values, gradients)
-    except Exception:
+    except Exception:  # a third party's optimizer may need a GPU, or other shapes
         return
     if not same:
         found = "makes another step after its state and its groups' numbers were put into a new optimizer"

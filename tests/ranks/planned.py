@@ -242,7 +242,6 @@ def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]
     watch = Watch(kind)
     with watch, session_of(dict(tables)) as session:
         model = session.model
-        model.is_tried = True
         parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
         steps = Steps(session, StopRequest())
         steps.begin()
