@@ -20,7 +20,7 @@ from hpctrain.api import (
 model = lambda told, ranks=1: planted("model", "name", told, ranks)  # noqa: E731
 
 
-@model("trains as one process does: on one micro batch of all samples")
+@model("trains as one process does: on one micro batch of all samples|the run ended: step 8: loss nan")
 class MeanLoss(GPT):
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) / self.count(batch)

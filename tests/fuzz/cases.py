@@ -205,8 +205,6 @@ MANIFESTS: dict[str, Callable[[Place], Any]] = {
     "a shape of 2^62 x 2^62": a_layout([2**62, 2**62]),
     "10^5 dims": a_layout([1] * 100_000),
     "10^5 dims, cut": a_layout([2] * 100_000, [{"shard": 0, "offsets": [0] * 100_000, "shape": [1] * 100_000}]),
-    "10^5 parts cut along 8 dims": grid(100_000, 8),
-    "20000 parts cut along 8 dims that overlap": grid(20_000, 8, shift=1),
     "20000 parts cut along 20 dims": grid(20_000, 20),
     "100 layouts of 500 parts with holes": faulty_layouts(100, 500),
     "a part too far": a_layout([4], [{"shard": 0, "offsets": [2**63], "shape": [4]}]),
@@ -251,7 +249,6 @@ MANIFESTS: dict[str, Callable[[Place], Any]] = {
     "a number of 100000 digits": c.raw_manifest(b'"version":' + b"1" * 100_000 + b"}"),
     "NaN for a version": c.raw_manifest(b'"format":"hpctrain-hdf5","version":NaN}'),
     "no object": c.raw_manifest(b"1}"),
-    "100 MB of empty lists": c.raw_manifest(b'"x":[' + b"[]," * 33_000_000 + b"[]]}"),
     "200 MB of digits": c.raw_manifest(b'"x":[' + b"1," * 100_000_000 + b"1]}"),
     "300 MB of text": c.raw_manifest(b'"x":"' + b"x" * 300_000_000 + b'"}'),
 }  # fmt: skip
@@ -285,7 +282,6 @@ TABLES: dict[str, Callable[[Place], Any]] = {
     "checksums that are numbers": c.in_table(lambda content: next(iter(content["chunks"].values()))[0].update(xxh3=[1])),
     "checksums that are an object": c.in_table(lambda content: next(iter(content["chunks"].values()))[0].update(xxh3={"x": 1})),
     "a million checksums": c.in_table(lambda content: next(iter(content["chunks"].values()))[0].update(xxh3=["0" * 16] * 1_000_000)),
-    "100 MB of empty lists": c.raw_table(b'"x":[' + b"[]," * 33_000_000 + b"[]]}"),
     "a million deep": c.raw_table(b'"chunks":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"),
 }  # fmt: skip
 
@@ -505,7 +501,6 @@ INDEXES: dict[str, Callable[[Place], Any]] = {
     "a name with escape codes": c.index({"weight_map": {"\x1b[2J": "a.safetensors"}}),
     "a million deep": c.index(b"[" * 10**6 + b"]" * 10**6),
     "a long number": c.index(b'{"weight_map":' + b"1" * 10**6 + b"}"),
-    "100 MB of empty lists": c.index(b"[" + b"[]," * 33_000_000 + b"[]]"),
 }
 WEIGHTS_USAGE = {
     name: {"import": 2} for name in ("a_pipe", "a_link_to__dev_zero", "a_link_to_itself", "a_socket", "a_link_to_nothing_outside", "a_directory")

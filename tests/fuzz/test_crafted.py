@@ -29,15 +29,11 @@ def bases(server: Confined, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "hdf5, run checkpoints abandoned: a megabyte of anything",
         "hdf5, metrics.jsonl: many lines",
         "hdf5, looked at, rows: many lines",
-        "hdf5, manifest.json: 10^5 parts cut along 8 dims",
-        "hdf5, manifest.json: 20000 parts cut along 8 dims that overlap",
         "hdf5, manifest.json: 20000 parts cut along 20 dims",
         "hdf5, manifest.json: 100 layouts of 500 parts with holes",
-        "hdf5, manifest.json: 100 MB of empty lists",
         "hdf5, manifest.json: 300 MB of text",
         "hdf5, manifest.json: 50000 shards",
         "hdf5, shard-00000.json: a million checksums",
-        "hdf5, shard-00000.json: 100 MB of empty lists",
         "weights, w.safetensors: 5000 empty tensors",
     ]
 )

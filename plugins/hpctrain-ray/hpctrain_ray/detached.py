@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.api import open_regular
 from hpctrain.toolkit.commands import (
     EXIT_CANCELLED,
     EXIT_DONE,
@@ -37,6 +36,8 @@ class DetachedSupervisor:
     """Runs an order in a thread, so that it answers meanwhile. Started anew by Ray after a loss, it goes on."""
 
     def __init__(self, id: str, order: Order) -> None:
+        from hpctrain.api import open_regular  # it imports torch, for which asking about a job doesn't wait
+
         self._id = JobId.of(id)
         os.chdir(order.directory)  # a job may import what is beside it
         output = open_regular(self._id.directory / OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -107,4 +107,4 @@ _OPERATIONS: dict[str, Callable[[_Trial], tuple[Tensor, Tensor]]] = {
     "all_to_all": _Trial.all_to_all,
     "send and receive": _Trial.send,
 }
-"""What each operation gave, and what it must."""
+"""Numbers that each operation gave, and those that it must."""

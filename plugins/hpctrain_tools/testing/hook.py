@@ -46,8 +46,7 @@ class Recorder(Hook):
 
 
 class _Recording:
-    """One run. Each rank takes part; rank 0 writes. The hooks of the other plugins are called between `begin` and the rest of each
-    wrapper."""
+    """Recording of one run. Each rank takes part; rank 0 writes. A wrapper's `yield` calls the hooks of the other plugins."""
 
     def __init__(self, options: RecorderOptions) -> None:
         self._options, self._diverges, self._directory = options, options.diverges, Path()

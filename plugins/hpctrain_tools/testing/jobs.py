@@ -122,7 +122,7 @@ class _Spike(torch.autograd.Function):
 
 
 def spiking_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """As `loss_of_rows`, with an infinite gradient of one row in sixty: of one rank, in some steps."""
+    """Losses of `loss_of_rows`, with an infinite gradient of one row in sixty: of one rank, in some steps."""
     losses = loss_of_rows(outputs, labels)
     is_first = (labels[:, -1] == _first_label()) & (labels[:, 0] != -100)
     return torch.where(is_first, _Spike.apply(losses), losses) if is_first.any() else losses  # type: ignore[no-untyped-call]

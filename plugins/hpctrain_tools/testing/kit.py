@@ -101,11 +101,11 @@ class Kit:
         if found.code == _REFUSED and where:
             return True  # a layout that it refuses in a sentence is none that it promises
         told = f"on {where}, " if where else ""
+        for broken, how in found.notes:
+            self.breaks(broken, f"{told}it {how}")
         if found.code != 0:
             self.breaks(promise, f"{told}the run ended: {found.ending}")
             return False
-        for broken, how in found.notes:
-            self.breaks(broken, f"{told}it {how}")
         if expected is not None and len(self.findings) == before:
             assert expected.code == 0, f"the kit's own run failed: {expected.screen}"
             difference = first_difference(found, expected, tolerance, what)

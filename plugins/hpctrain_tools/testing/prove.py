@@ -39,7 +39,7 @@ class Row:
     hint: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Values for JSON."""
         return asdict(self)
 
 

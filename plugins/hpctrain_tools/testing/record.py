@@ -75,7 +75,7 @@ class Difference:
         return f"{self.what} {when} is {self.found}, expected {self.expected}"
 
     def hint(self, resumed: bool) -> str:
-        """What it may be, in a clause."""
+        """Causes that are likely, in a clause."""
         if resumed:
             return "state that no checkpoint has: of the optimizer, the data, a schedule or a plugin"
         if self.step == 0:
