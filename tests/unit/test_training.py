@@ -198,11 +198,11 @@ def test_optimizers_that_look_at_a_whole_matrix_are_told_apart(name: str, alike:
 
 def test_an_optimizer_that_has_modes_evaluates_and_saves_the_weights_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two schedule-free steps train as two of SGD, and leave the mean of their weights; a resume in between is no difference."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "outside" / "package"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "outside" / "package" / "acme_hpctrain"))
     free = {"name": "schedule-free", "lr": 0.1, "beta": 0.9}
 
     def train(optimizer: dict[str, Any], directory: str, *stops: int) -> dict[str, Any]:
-        plugins = {"load": ["acme_hpctrain.schedule_free"]}
+        plugins = {"load": ["schedule_free"]}
         for steps in stops:
             changes = {
                 "job": {"steps": steps, "output_dir": directory},
