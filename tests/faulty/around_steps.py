@@ -27,7 +27,7 @@ class _Hook(Hook):
         return self.made()
 
 
-@hook("replicas of .* differ")
+@hook("the module has the values of the pieces: .* it left|replicas of .* differ")
 class ChangesWeights(_Hook):
     class made:  # noqa: N801
         @hookimpl
@@ -45,7 +45,7 @@ class ChangesTheModule(_Hook):
                 next(iter(model.module.parameters())).mul_(0.5)
 
 
-@hook(r"torch.set_grad_enabled\(False\) was called before the forward")
+@hook(r"leaves torch.s settings alone: .*set_grad_enabled\(False\)")
 class TurnsGradientsOff(_Hook):
     class made:  # noqa: N801
         @hookimpl
