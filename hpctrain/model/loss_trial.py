@@ -30,9 +30,10 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
     if sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
         return ""
     try:
+        tried = spec.apart()
         once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
         with torch.no_grad(), forked_random_state(device):
-            single, double = (_by_name(trained_loss(spec.apart().loss(*one))) for one in (once, twice))
+            single, double = (_by_name(trained_loss(tried.loss(*one))) for one in (once, twice))
     except Exception:  # a loss may need outputs of a kind, or all rows
         return ""
     for name, value in single.items():

@@ -23,8 +23,8 @@ from hpctrain.api import (
     SubmittedRun,
     UsageError,
 )
-from hpctrain_tools.testing.jobs import STEPS, described
 from hpctrain_tools.testing.kit import Kit
+from hpctrain_tools.testing.runs import STEPS
 
 _PUBLIC = ("api", "toolkit", "testing")
 """Modules of hpctrain whose every name is public."""
@@ -34,7 +34,7 @@ _WORDS = get_args(get_type_hints(JobState)["word"])
 def describe(kit: Kit) -> None:
     """Examine promises of every plugin."""
     plugin = kit.plugin
-    if not described(plugin):
+    if not (plugin.__doc__ or "").strip():
         kit.breaks("has a sentence for `hpctrain plugins show`", "its class has no docstring")
     private = [name for name in _imported(plugin.__module__) if not _is_public(name)]
     if private:

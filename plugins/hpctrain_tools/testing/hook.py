@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Control, Field, Hook, Job, LiveModel, Options, gather_values, hookimpl, version_of
+from hpctrain.api import Control, Field, Hook, Job, LiveModel, Options, gather_values, hookimpl
+from hpctrain.base.torch_private import versions
+from hpctrain.contracts.model import tensors_in
 from hpctrain_tools.testing.collectives import wrong_collectives
 
 DIRECTORY = "record"
@@ -75,17 +77,17 @@ class _Recording:
         if not self._diverges:
             values = self._values(model)
             # a resume may begin with the weights that an optimizer has for evaluations
-            self._write(step, {} if step else {"parameters": values}, model)
+            self._write(step, {} if step else {"parameters": values})
 
     @hookimpl(wrapper=True)
     def hpctrain_outputs(self, batch: Any, outputs: Any) -> Generator[None, object, object]:
         # every micro batch is seeded: who draws has moved on
         fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
         self._draws = self._draws or not torch.equal(torch.get_rng_state(), fresh)
-        tensors = [*_tensors(outputs), *_tensors(batch)]
-        before = [version_of(one) for one in tensors]
+        tensors = [one for one in tensors_in((outputs, batch)) if not one.is_inference()]
+        before = versions(tensors)
         found = yield
-        if [version_of(one) for one in tensors] != before:
+        if versions(tensors) != before:
             self._note("looks at outputs and batches", "changed the model's outputs or the batch in hpctrain_outputs")
         return found
 
@@ -102,7 +104,7 @@ class _Recording:
         kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}
         if not self._diverges:
             kept["parameters"] = self._values(model)
-        self._write(step, kept, model)
+        self._write(step, kept)
         if step == self._options.stop:
             control.stop("the kit resumes it")
         return found
@@ -128,14 +130,14 @@ class _Recording:
         return found
 
     @hookimpl(trylast=True)
-    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], model: LiveModel) -> None:
+    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         everyone = gather_values({key: one for key, one in metrics.items() if "second" not in key})
         for rank, other in enumerate(everyone):
             if not all(_same(other.get(key), one) for key, one in everyone[0].items()):
                 self._note(
                     "an evaluation gives the same on all ranks", f"gave {other} on rank {rank}, {everyone[0]} on rank 0"
                 )
-        self._write(step, {"evaluation": dict(metrics)}, model)
+        self._write(step, {"evaluation": dict(metrics)})
 
     def _values(self, model: LiveModel) -> dict[str, Tensor]:
         """The full parameters; notes what the module has besides, and replicas that differ. Collective."""
@@ -170,7 +172,7 @@ class _Recording:
     def _note(self, promise: str, found: str) -> None:
         self._notes.append((promise, found))
 
-    def _write(self, step: int, kept: dict[str, Any], model: LiveModel) -> None:
+    def _write(self, step: int, kept: dict[str, Any]) -> None:
         """Collective."""
         notes = [note for of_rank in gather_values(self._notes) for note in of_rank]
         self._notes = []
@@ -179,7 +181,6 @@ class _Recording:
             before = torch.load(path) if path.exists() else {}
             kept["notes"] = [*before.get("notes", []), *notes]
             kept["draws"] = self._draws
-            kept["pieces"] = [piece.name for piece in model.pieces]
             torch.save({**before, **kept}, path)
 
 
@@ -201,13 +202,6 @@ def _same(one: Any, other: Any) -> bool:
     return one == other or (
         isinstance(one, float) and isinstance(other, float) and abs(one - other) <= 1e-6 * abs(other)
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [] if value.is_inference() else [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for one in inner for tensor in _tensors(one)]
 
 
 @hookimpl

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.api import Plugin
-from hpctrain_tools.testing.runs import MIDDLE
+from hpctrain.plugins.slots import SLOTS
+from hpctrain_tools.testing.runs import MIDDLE, STEPS
 
-STEPS = 8
-"""Optimizer steps of a run."""
 VOCABULARY, LENGTH = 61, 8
 """No number of ranks divides the vocabulary."""
 
@@ -136,16 +134,9 @@ def placed(slot: str, plugin: type[Plugin], options: Mapping[str, Any]) -> dict[
     """The tables of a job that chooses the plugin, with its usual options and `options`."""
     usual = {key: value for key, value in _USUAL.get(slot, {}).items() if key in plugin.Options.model_fields}
     table = {**usual, **options}
-    key = {"precision": "mode", "activation_checkpointing": "mode", "checkpoint": "format"}.get(slot, "name")
     if slot == "parallelism":
         return {slot: {plugin.name: {"size": 2, **table} if table else 2}}
     if slot == "pipeline_schedule":
         return {"parallelism": {"pipeline": {"size": 2, "schedule": plugin.name}}}
-    if slot in ("hook", "metric", "logger"):
-        return {slot: [{"name": plugin.name, **table}]}
-    return {slot: {key: plugin.name, **table}}
-
-
-def described(plugin: type[Plugin]) -> str:
-    """The plugin's documentation."""
-    return inspect.cleandoc(plugin.__doc__ or "")
+    chosen = {str(SLOTS[slot].key): plugin.name, **table}
+    return {slot: [chosen] if SLOTS[slot].many else chosen}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.api import Plugin
+from hpctrain.base.errors import EXIT_USAGE
 from hpctrain.base.safe_files import scratch_directory
+from hpctrain.plugins.slots import SLOTS
 from hpctrain_tools.testing.jobs import JOB, placed
 from hpctrain_tools.testing.record import CLOSE, Record, first_difference
 from hpctrain_tools.testing.runs import Layout, Runs, merged
-
-_REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Kit:
         own = self.given.get(slot)
         own = own.get(plugin.name) if slot == "parallelism" and isinstance(own, dict) else own
         options = own if isinstance(own, dict) else own[0] if isinstance(own, list) and own else {}
-        key = {"precision": "mode", "activation_checkpointing": "mode", "checkpoint": "format"}.get(slot, "name")
-        self.options = {name: value for name, value in options.items() if name not in (key, "size")}
+        self.options = {name: value for name, value in options.items() if name not in (SLOTS[slot].key, "size")}
         self.job = merged(JOB, {name: table for name, table in self.given.items() if name != slot})
         self.tables = placed(slot, plugin, self.options)
         self.findings: list[Finding] = []
@@ -98,7 +97,7 @@ class Kit:
     ) -> bool:  # fmt: skip
         """Note that a run failed, what its ranks noted, or that it differs from another one. Whether it is as promised."""
         before = len(self.findings)
-        if found.code == _REFUSED and where:
+        if found.code == EXIT_USAGE and where:
             return True  # a layout that it refuses in a sentence is none that it promises
         told = f"on {where}, " if where else ""
         for broken, how in found.notes:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import EXIT_USAGE
+from hpctrain_tools.testing.checkpoints import examine_files
 from hpctrain_tools.testing.descriptions import PROMISES as OF_DESCRIPTIONS
-from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADY, STEPS
+from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADY
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
-from hpctrain_tools.testing.runs import MIDDLE, Layout, merged
+from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, merged
 
 TRAINS, AGAIN, RESUMED = (
     "trains as one process does",
@@ -42,7 +44,7 @@ def _layouts(kit: Kit, *stages: int) -> Iterator[Layout]:
 def _begins(kit: Kit, *tables: Mapping[str, Any]) -> Record | None:
     """The run of one process, from which others may not differ; None if it fails."""
     found = kit.train(*tables)
-    if found.code == 2:
+    if found.code == EXIT_USAGE:
         kit.breaks("trains the kit's job", f"{found.ending}; give check_plugin a job with what it needs")
         return None
     return found if kit.expect("trains the kit's job", found) else None
@@ -145,10 +147,6 @@ def _parallelism(kit: Kit) -> None:
     _resumed(kit, whole, own[0], own[1])
 
 
-def _pipeline_schedule(kit: Kit) -> None:
-    _parallelism(kit)
-
-
 def _sharding(kit: Kit) -> None:
     layouts = [Layout(ranks) for ranks in kit.ranks]
     if getattr(kit.plugin, "ranks_diverge", False):
@@ -248,8 +246,6 @@ def _checkpoint(kit: Kit) -> None:
             _resumed(kit, whole, layout, then, CLOSE, tables)
     odd = kit.train(ODD, own=False)
     _resumed(kit, odd, layouts[-1], layouts[0], CLOSE, ODD)
-    from hpctrain_tools.testing.checkpoints import examine_files
-
     examine_files(kit, [kit.train(), kit.train(beside), kit.train(layout=layouts[-1])])
 
 
@@ -322,7 +318,7 @@ _PROMISES: dict[str, Callable[[Kit], None]] = {
     "model": _model,
     "optimizer": _optimizer,
     "parallelism": _parallelism,
-    "pipeline_schedule": _pipeline_schedule,
+    "pipeline_schedule": _parallelism,
     "precision": _precision,
     "profile": _profile,
     "schedule": _schedule,

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 
 from hpctrain.api import UsageError
+from hpctrain.base.errors import EXIT_USAGE
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain_tools.testing.record import Distances, Record, distances, first_difference
-from hpctrain_tools.testing.runs import MIDDLE, Layout, Runs, merged, without_unset
+from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, Runs, merged, without_unset
 
-STEPS = 8
 _TIMES = 20
 """How often the measured noise a difference may be: noise is of one run, and another order has another."""
 _LEAST = 1e-6
 """A difference that rounding in float32 explains."""
-_REFUSED = 2
 _LEFT_OUT = ("logger", "scheduler", "profile", "elastic")
 """Tables that have no part in what is compared."""
 
@@ -113,7 +112,7 @@ def _small(raw: RawJob) -> dict[str, Any]:
 
 
 def _row(name: str, found: Record, one: Record, noise: Distances, resumed: bool = False) -> Row:
-    if found.code == _REFUSED:
+    if found.code == EXIT_USAGE:
         return Row(name, "refused", first=found.ending)
     if found.code:
         return Row(name, "failed", first=found.ending)

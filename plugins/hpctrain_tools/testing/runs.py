@@ -14,6 +14,8 @@ import tomli_w
 from hpctrain_tools.testing.ranks import Request, starter
 from hpctrain_tools.testing.record import Record
 
+STEPS = 8
+"""Optimizer steps of a run."""
 MIDDLE = 4
 """The step after which a run is ended and resumed."""
 
