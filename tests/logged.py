@@ -93,6 +93,12 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
+def is_whole(path: Path) -> bool:
+    """Whether the file has the record of its run's end, which is its last."""
+    *_, last = records(path)
+    return last.WhichOneof("record_type") == "exit"
+
+
 def read_offline(path: Path) -> tuple[Any, list[dict[str, Any]]]:
     """The run's record, and its history."""
     found = list(records(path))

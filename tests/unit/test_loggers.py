@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 from jobs import TINY
-from logged import forget_checkpoint, histories, logger, prepare, read_offline, rows, scalars, table, train
+from launching import wait_until
+from logged import forget_checkpoint, histories, is_whole, logger, prepare, read_offline, rows, scalars, table, train
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.job.problems import JobError
@@ -53,6 +54,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for steps in (6, 8):
             train(steps, *({"name": name} for name in ("csv", *INSTALLED)))
             if steps == 6:
+                pieces()
                 forget_checkpoint(6)
                 shutil.copy("out/metrics.jsonl", "first.jsonl")
     return directory
@@ -256,8 +258,11 @@ def test_a_password_in_a_uri_is_refused_and_not_repeated() -> None:
 
 
 def pieces() -> list[Path]:
-    """The files of the run, in the order in which `wandb sync` sends them."""
-    return sorted(Path("out/wandb").glob("offline-*/*.wandb"))
+    """The files of the run, in the order in which `wandb sync` sends them, once the last one has its end: wandb's client waits
+    until rows are taken, not until its process has written them."""
+    found = sorted(Path("out/wandb").glob("offline-*/*.wandb"))
+    wait_until(lambda: is_whole(found[-1]), 20, f"{found[-1]} has its end")
+    return found
 
 
 @pytest.mark.usefixtures("run")
