@@ -24,7 +24,6 @@ Problems = Iterator[PlacedProblem]
 
 def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
     """The core's objections to the job. If `plan` has a layout, the layout and the batch are checked, too."""
-    on_accelerators = parts.communicator.on_accelerators or job.communicator.device == "accelerator"
     return [
         *_of_evaluation(job),
         *_of_hooks(job),
@@ -35,7 +34,6 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_of_epochs(job, parts),
         *_of_tokens(job, parts),
         *_of_compiling(job, plan),
-        *comparison_problems(job, parts, on_accelerators),
         *(_of_layout(job, parts, plan, plan.data_ranks) if plan.data_ranks is not None else ()),
     ]
 
@@ -97,20 +95,6 @@ def _of_guards(job: Job, parts: Parts) -> Problems:
     if guard.replica_check_every and parts.sharding.ranks_diverge:
         why = f"with {sharding} ranks train weights of their own between sums; leave it out"
         yield PlacedProblem.at(("guard", "replica_check_every"), why)
-
-
-def comparison_problems(job: Job, parts: Parts, on_accelerators: bool) -> Problems:
-    """An axis whose ranks send each other tensors, on accelerators whose collectives are compared."""
-    traits = {name: plugin.traits for name, plugin in parts.parallelism.items()}
-    sending = [
-        name for name, axis in traits.items() if axis.interleaves or (axis.cuts_samples and not axis.shares_heads)
-    ]
-    if job.communicator.check and on_accelerators and sending:
-        why = (
-            f"[parallelism] {sending[0]} sends and receives at once, which blocks on accelerators where collectives are "
-            "compared: torch then takes one after the other; leave check out, or try it on CPUs"
-        )
-        yield PlacedProblem.at(("communicator", "check"), why)
 
 
 def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:

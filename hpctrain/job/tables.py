@@ -338,9 +338,6 @@ class CommunicatorTable(SlotTable):
     timeout_seconds: float = Field(default=600, gt=0, le=1e8)
     """Time limit of every communication; then the job ends with the names of the missing ranks. With [compile] an hour by default,
     for the first step; the watchdog keeps to its own limit afterwards."""
-    check: bool = False
-    """Compare each collective between the ranks before data moves: operation, shapes and dtypes. A difference ends the job and
-    names ranks, shapes and lines. Communication no longer overlaps with computation."""
 
 
 class ElasticTable(Table):

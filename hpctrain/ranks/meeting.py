@@ -198,17 +198,17 @@ def take_device(world: World, communicator: Communicator, accelerator: int | Non
     return device
 
 
-def start_communication(
-    world: World, communicator: Communicator, seconds: float, wrap: Callable[[str, Any], tuple[str, Any]] | None = None
-) -> None:
-    """Set up torch.distributed over `communicator`. wrap: makes another backend and its options out of the communicator's."""
+def start_communication(world: World, communicator: Communicator, seconds: float) -> None:
+    """Set up torch.distributed over `communicator`."""
     restrict_objects()
     if world.guarded is not None:
         # NCCL's threads ask this store for news of a failure, by default each rank once a second: rank 0 answers in Python
         os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", "60000")
     backend, options = communicator.backend(), communicator.backend_options()
-    if wrap is not None:
-        backend, options = wrap(backend, options)
+    if world.identity.size > 1:  # a rank alone waits for nobody
+        from hpctrain.ranks.timed_gloo import timed  # registers a backend
+
+        backend = timed(backend)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", world.store),

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from hpctrain.base.errors import EXIT_DONE, HpctrainError, TrainingError, UsageError, reason
 from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checking.combinations import comparison_problems
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
@@ -184,7 +183,7 @@ def communicate(start: Start) -> None:
     start.device = take_device(world, communicator, card)
     # before there are threads that compute
     start.cores = undo.enter_context(bound(world, start.device, job.job.cpu_bind)).told
-    start_communication(world, communicator, _patience(job), partial(_wrap, job, start.identity))
+    start_communication(world, communicator, _patience(job))
     parts = start.checked.parts
     start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)
     start.hooks.position.compiles = job.compile.enabled
@@ -271,22 +270,7 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     if world.identity.rank == 0:
         for remark in agreed.remarks:
             tell(f"hpctrain: warning: {remark}")
-    for problem in comparison_problems(checked.job, parts, agreed.communicator.on_accelerators):
-        raise UsageError(problem.message)
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
-
-
-def _wrap(job: Job, identity: Identity, backend: str, options: Any) -> tuple[str, Any]:
-    """The backend and its options with what the job wants around them. Registers backends."""
-    if identity.size > 1:  # a rank alone waits for nobody
-        from hpctrain.ranks.timed_gloo import timed
-
-        backend, options = timed(backend, options)
-    if job.communicator.check:
-        from hpctrain.ranks.watchdog.comparison import compared
-
-        backend, options = compared(backend, options)
-    return backend, options
 
 
 def _patience(job: Job) -> float:

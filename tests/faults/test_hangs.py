@@ -11,15 +11,14 @@ import pytest
 from hangs import LATE, LIMIT, PLANTED, Planted, environment, idle_seconds, tell, write_job
 from launching import hpctrain, in_process, run, started, wait_until
 
-OF_EVERY_RUN = {("mpi", "sleep"), ("gloo", "sleep-check")}
+OF_EVERY_RUN = {("mpi", "sleep"), ("gloo", "sleep")}
 THOROUGH = {
     ("gloo", "sleep-alarm"),
     ("gloo", "stop"),
     ("mpi", "stop-first"),
     ("gloo", "worker"),
     ("mpi", "group"),
-    ("mpi", "mismatch-check"),
-    ("gloo", "mismatch-check"),
+    ("mpi", "mismatch"),
 }
 """hangs.py runs all."""
 

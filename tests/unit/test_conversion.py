@@ -268,7 +268,7 @@ def test_accelerate_with_a_file_of_deepspeed(tmp_path: Path) -> None:
     }  # fmt: skip
     made = tables_of(tmp_path, "accelerate", given)
     assert made["batch"] == {"global_size": 24, "micro_size": 3} and made["sharding"] == {"stage": 1}
-    assert made["communicator"] == {"device": "cpu", "check": True} and made["precision"] == {"mode": "fp32"}
+    assert made["communicator"] == {"device": "cpu"} and made["precision"] == {"mode": "fp32"}
     text = converted(tmp_path / "given.json", "accelerate", None).text(["head"])
     assert "# start it with: hpctrain run JOB.toml -n 4" in text and "--nodes 2 --ranks-per-node 2" in text
 

@@ -110,17 +110,6 @@ def test_options_of_the_communicator() -> None:
     assert found == ["unknown key 'shared_memory' in [communicator]; an option of name = mpi"]
 
 
-@pytest.mark.parametrize("asked", [{"name": "nccl"}, {"name": "accelerator"}, {"device": "accelerator"}], ids=str)
-def test_collectives_are_compared_where_messages_need_no_batches(asked: dict[str, str]) -> None:
-    compared, model = {**asked, "check": True}, {"attention_heads": 4}
-    for parallelism in ({"context": 2}, {"pipeline": 2}):
-        [found] = problems(2, communicator=compared, parallelism=parallelism, model=model)
-        assert f"[communicator] check: [parallelism] {next(iter(parallelism))} sends and receives at once" in found
-        checked(2, communicator={"check": True}, parallelism=parallelism, model=model)
-    for parallelism in ({"tensor": 2}, {"context": {"size": 2, "method": "ulysses"}}):
-        checked(2, communicator=compared, parallelism=parallelism, model=model)
-
-
 @pytest.mark.nightly
 def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The builds that the tests install were not; another build would take these files for what they are."""

@@ -26,7 +26,6 @@ _COMMUNICATION = (
     os.path.join(_TORCH, "distributed"),
     os.path.join(_HPCTRAIN, "mpi"),
     os.path.join(_HPCTRAIN, "base", "store"),
-    os.path.join(_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
     _TIMED,
 )
 FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
 from hpctrain.ranks.watchdog.recorder import unfinished
@@ -115,7 +113,5 @@ def _loading() -> list[str]:
 
 
 def _pending() -> list[str]:
-    if hasattr(dist.group.WORLD, "comparison"):
-        return []  # the comparison's own operation, which says less than the stack
     mpi: ModuleType | Any = sys.modules.get("hpctrain.mpi.process_group.engine")
     return [] if mpi is None else list(mpi.in_flight())

@@ -153,7 +153,7 @@ RULES: list[Rule] = [
     made(
         "use_cpu", '`[communicator] device = "cpu"`', lambda value, _: {"communicator.device": "cpu"} if value else {}
     ),
-    made("debug", "`[communicator] check`", lambda value, _: {"communicator.check": True} if value else {}),
+    unneeded("debug", "`TORCH_DISTRIBUTED_DEBUG=DETAIL` in the environment compares collectives over gloo and NCCL"),
     made("num_processes", "`hpctrain run JOB.toml -n N`", _ranks),
     made("num_machines", "`hpctrain submit JOB.toml --nodes N`, or srun, mpiexec", _nodes),
     *(

@@ -344,7 +344,7 @@ RULES: list[Rule] = [
     lacking("comet", "tensorboard, csv, wandb, mlflow, prometheus, opentelemetry, or a logger of your own"),
     switch("csv_monitor.enabled", {"logger:csv": True}, '`[[logger]] name = "csv"`'),
     *(unneeded(f"csv_monitor.{key}", "output_dir/metrics.csv") for key in ("output_path", "job_name")),
-    unneeded("comms_logger", "each row has the traffic of every axis; `[communicator] check` compares collectives"),
+    unneeded("comms_logger", "each row has the traffic of every axis"),
     unneeded("checkpoint.tag_validation", "rank 0 names a checkpoint"),
     unneeded("checkpoint.load_universal", "every checkpoint resumes on any layout"),
     only("checkpoint.use_node_local_storage", False, "checkpoints need a shared file system"),
