@@ -63,7 +63,7 @@ class JobTable(Table):
     start: Literal["fork", "spawn"] = "fork"
     """How `-n` starts ranks: as forks of its own process, which has imported torch, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"
-    """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
+    """Whether the ranks of a node get cores of their own, in the order of NUMA nodes, where the launcher has bound none."""
     time_limit: Seconds | None = None
     """The time that the job has from its start, such as "23h30m" or a number of seconds: before it is over, the job saves and
     exits with 75. The end of a Slurm job is known without it."""

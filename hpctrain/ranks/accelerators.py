@@ -17,7 +17,7 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.plugin import Machine
 from hpctrain.mpi.errors import name_ranks
-from hpctrain.ranks.binding import machine_id, numa_of, own_numa_node
+from hpctrain.ranks.binding import machine_id
 from hpctrain.ranks.meeting import World
 
 Device = Literal["auto", "accelerator", "cpu"]
@@ -25,19 +25,18 @@ Device = Literal["auto", "accelerator", "cpu"]
 
 @dataclass(frozen=True)
 class Card:
-    """An accelerator as a rank sees it. index: torch's number on this rank. numa: the NUMA node that it is connected to."""
+    """An accelerator as a rank sees it. index: torch's number on this rank."""
 
     index: int
     address: str
-    numa: int | None = None
 
 
 @dataclass(frozen=True)
 class RankReport:
     """A rank's part of the decision.
 
-    lacks: for each communicator the reason why it can't be used on this rank; None where it can. home: the NUMA node of its cores,
-    if they are in one. trouble: why torch can't use an accelerator that the system has.
+    lacks: for each communicator the reason why it can't be used on this rank; None where it can. trouble: why torch can't use an
+    accelerator that the system has.
     """
 
     node: str
@@ -45,7 +44,6 @@ class RankReport:
     lacks: Mapping[str, str | None]
     cards: Sequence[Card] = ()
     kind: str = ""
-    home: int | None = None
     trouble: str = ""
 
 
@@ -103,7 +101,6 @@ def report_of(world: World, candidates: Sequence[Communicator]) -> RankReport:
         lacks={one.name: one.missing(machine) for one in candidates},
         cards=() if kind is None else seen_cards(kind, identity.rank),
         kind="" if kind is None else device_name(torch.device(kind.type, 0)),
-        home=own_numa_node(),
         trouble="" if kind is not None else unusable_accelerator() or "",
     )
 
@@ -114,7 +111,7 @@ def seen_cards(kind: torch.device, rank: int) -> list[Card]:
     for index in range(count):
         device = torch.device(kind.type, index)
         address = pci_address(device) or (f"of rank {rank}" if count == 1 else f"number {index}")
-        cards.append(Card(index, address, numa_of(device)))
+        cards.append(Card(index, address))
     return cards
 
 
@@ -158,7 +155,7 @@ def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
     dealt = [-1] * len(reports)
     for machine in dict.fromkeys(report.machine for report in reports):
         ranks = [rank for rank, report in enumerate(reports) if report.machine == machine]
-        found = match([reports[rank].cards for rank in ranks], [reports[rank].home for rank in ranks])
+        found = match([reports[rank].cards for rank in ranks])
         if found is None:
             cards = len({card.address for rank in ranks for card in reports[rank].cards})
             node, some = reports[ranks[0]].node, "accelerator" if cards == 1 else "accelerators"
@@ -168,34 +165,19 @@ def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
     return dealt, ""
 
 
-def match(seen: Sequence[Sequence[Card]], homes: Sequence[int | None]) -> list[Card] | None:
-    """A card for each rank of a machine, no two with one address; None if there are too few.
+def match(seen: Sequence[Sequence[Card]]) -> list[Card] | None:
+    """A card for each rank of a machine, no two with one address, in the order of the bus; None if there are too few.
 
-    Augmenting paths (Kuhn, "The Hungarian Method", 1955, for a matching without weights). A rank's choice is a card at its own NUMA
-    node first, then the one in the order of the bus that stands where the rank stands among the ranks.
+    Ranks that see few cards choose first.
     """
-    order = sorted({card.address for cards in seen for card in cards})
-    owner: dict[str, tuple[int, Card]] = {}
-
-    def wanted(rank: int) -> list[Card]:
-        far = {card.address: (order.index(card.address) - rank) % len(order) for card in seen[rank]}
-        return sorted(
-            seen[rank], key=lambda card: (homes[rank] is not None and card.numa != homes[rank], far[card.address])
-        )
-
-    def takes(rank: int, asked: set[str]) -> bool:
-        for card in wanted(rank):
-            if card.address not in asked:
-                asked.add(card.address)
-                if card.address not in owner or takes(owner[card.address][0], asked):
-                    owner[card.address] = (rank, card)
-                    return True
-        return False
-
-    if not all(takes(rank, set()) for rank in range(len(seen))):
-        return None
-    cards = dict(owner.values())
-    return [cards[rank] for rank in range(len(seen))]
+    chosen: dict[int, Card] = {}
+    for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
+        taken = {card.address for card in chosen.values()}
+        free = [card for card in seen[rank] if card.address not in taken]
+        if not free:
+            return None
+        chosen[rank] = min(free, key=lambda card: card.address)
+    return [chosen[rank] for rank in range(len(seen))]
 
 
 def _unused(name: str, reports: Sequence[RankReport], reasons: Mapping[str, str]) -> str:

@@ -1,24 +1,19 @@
-"""Gives each rank cores of its own on its node, where the launcher has not done so: an even part of those that all may use.
-
-CPUs are the operating system's numbers. A core is a physical one; with simultaneous multithreading it has several CPUs.
-"""
+"""Gives each rank cores of its own on its node, where the launcher has bound none: an even part of those that all may use."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.base.devices import pci_address
 from hpctrain.mpi.errors import spans
 from hpctrain.ranks.meeting import World
-from hpctrain.ranks.process import binds_threads
 
 LOG = logging.getLogger("hpctrain")
 
@@ -28,32 +23,30 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True)
-class Core:
-    """numa: the NUMA node that it belongs to."""
+class Core(NamedTuple):
+    """A physical core. numa: the NUMA node that it belongs to. cpus: the system's numbers, several with multithreading."""
 
     numa: int
     cpus: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The CPUs of this rank, its threads for computing, and what was done, as a sentence for people."""
 
-    cpus: frozenset[int]
+    cpus: Sequence[int]
     threads: int
-    told: str
+    told: str = ""
     by_hpctrain: bool = False
 
 
 @contextmanager
-def bound(world: World, device: torch.device, bind: CpuBind) -> Iterator[Binding]:
+def bound(world: World, bind: CpuBind) -> Iterator[Binding]:
     """This rank on cores of its own, with a thread for each. Collective. Afterwards the rank has the CPUs that it had before.
 
     bind: "none" only shares out the threads.
     """
     before = _mask()
-    binding = _agree(world, device, bind)
+    binding = _agree(world, bind, before) if before else Binding([], _threads(os.cpu_count() or 1, world.identity.local_size))
     torch.set_num_threads(binding.threads)
     if binding.told:
         LOG.info("cores: %s; threads: %d", binding.told, binding.threads)
@@ -64,106 +57,54 @@ def bound(world: World, device: torch.device, bind: CpuBind) -> Iterator[Binding
             _move(before)
 
 
-def _agree(world: World, device: torch.device, bind: CpuBind) -> Binding:
-    """Ranks of a machine that may use the same cores get as many each, in one piece."""
-    mask = _mask()
+def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
+    """The binding of a rank that may use the CPUs `mask`, after comparing them with those of the other ranks of its machine."""
     cores = topology(mask)
-    if world.identity.size == 1 or not mask:
-        return Binding(mask, _threads(mask, cores, world.identity.local_size), "")
-    name = binds_threads(os.environ)
-    why_not = (f"{name} is set" if name else "") if bind == "auto" else '[job] cpu_bind is "none"'
-    machine, home = machine_id(world.identity.node), numa_of(device)
-    world.tell("cores", {"machine": machine, "mask": sorted(mask), "home": home, "why_not": why_not})
-    mine = world.deal("cores/dealt", lambda: share_out(world.collect("cores")))
-    if mine["sharing"] == 1:
-        said = "bound by the launcher" if mine["ranks"] > 1 else ""
-        return Binding(mask, _threads(mask, cores, 1), f"{_named(mask, cores)}, {said}" if said else "")
-    why_not = mine["why_not"] or ("" if mine["sharing"] == mine["alike"] else "the launcher has bound ranks")
-    if not mine["why_not"] and len(cores) < mine["alike"]:
-        why_not = f"{mine['alike']} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
+    world.tell("cores", (machine_id(world.identity.node), spans(mask)))
+    ranks, alike, place = world.deal("cores/dealt", lambda: places(world.collect("cores")))
+    if ranks == 1:
+        return Binding(mask, _threads(len(cores)))
+    if alike < ranks:
+        return Binding(mask, _threads(len(cores), alike), f"{_named(cores)}, bound by the launcher")
+    why_not = '[job] cpu_bind is "none"' if bind == "none" else ""
+    if len(cores) < ranks:
+        why_not = f"{ranks} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
     if not why_not:
-        own = part_of(cores, mine["place"], mine["alike"])
+        own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]
         try:
-            _move(own)
+            _move(_cpus(own))
         except OSError as error:  # a container may forbid it
             why_not = str(error.strerror)
         else:
-            return Binding(own, _threads(own, cores, 1), f"{_named(own, cores)}, bound by hpctrain", by_hpctrain=True)
-    said = f"shared by {mine['sharing']} ranks, not bound by hpctrain: {why_not}"
-    return Binding(mask, _threads(mask, cores, mine["sharing"]), f"{_named(mask, cores)}, {said}")
+            return Binding(_cpus(own), _threads(len(own)), f"{_named(own)}, bound by hpctrain", by_hpctrain=True)
+    said = f"{_named(cores)}, shared by {ranks} ranks, not bound by hpctrain: {why_not}"
+    return Binding(mask, _threads(len(cores), ranks), said)
 
 
-def share_out(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An answer to each rank's report.
+def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
+    """For each rank the ranks of its machine, those of them that may use the same CPUs, and its place among these.
 
-    ranks: those of the machine. sharing: how many of them, with this one, may use some of its CPUs. alike: how many may use the
-    same ones, and place: this rank's among these, those near the first NUMA nodes' accelerators first.
+    reports: each rank's machine and CPUs.
     """
-    machines: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        machines.setdefault(report["machine"], []).append(rank)
+    of_machine, alike = Counter(machine for machine, _ in reports), Counter(map(tuple, reports))
+    before = Counter[tuple[str, ...]]()
     answers = []
-    for rank, mine in enumerate(reports):
-        here = machines[mine["machine"]]
-        alike = [other for other in here if reports[other]["mask"] == mine["mask"]]
-        alike.sort(key=lambda other: (reports[other]["home"] is None, reports[other]["home"]))
-        answers.append({
-            "ranks": len(here), "alike": len(alike), "place": alike.index(rank),
-            "sharing": sum(bool({*mine["mask"]} & {*reports[other]["mask"]}) for other in here),
-            "why_not": next((reports[other]["why_not"] for other in here if reports[other]["why_not"]), ""),
-        })  # fmt: skip
+    for report in map(tuple, reports):
+        answers.append((of_machine[report[0]], alike[report], before[report]))
+        before[report] += 1
     return answers
 
 
-def part_of(cores: Sequence[Core], place: int, parts: int) -> frozenset[int]:
-    """The CPUs of an even part of `cores`, neighbours in the order of NUMA nodes."""
-    whole = sorted(cores, key=lambda core: (core.numa, core.cpus))
-    mine = whole[len(whole) * place // parts : len(whole) * (place + 1) // parts]
-    return frozenset(cpu for core in mine for cpu in core.cpus)
-
-
-def _threads(cpus: frozenset[int], cores: Sequence[Core], sharing: int) -> int:
-    """OMP_NUM_THREADS if set, else one for each of this rank's cores, or of its share of them."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    own = sum(bool(cpus.intersection(core.cpus)) for core in cores) or os.cpu_count() or 1
-    return max(1, own // sharing)
-
-
-def _named(cpus: Iterable[int], cores: Sequence[Core]) -> str:
-    """ "CPUs 0-3 (NUMA node 0)" """
-    cpus = frozenset(cpus)
-    nodes = sorted({core.numa for core in cores if cpus.intersection(core.cpus)})
-    return f"CPU{'s' * (len(cpus) > 1)} {spans(list(cpus))} (NUMA node{'s' * (len(nodes) > 1)} {spans(nodes)})"
-
-
 def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
-    """The cores that have any of `cpus`, with these. Where the system does not tell, each CPU is a core of NUMA node 0."""
+    """The cores that have any of `cpus`, with these, by NUMA node. Where the system does not tell, each CPU is a core of node 0."""
     of_core: dict[tuple[int, str], list[int]] = {}
     for cpu in sorted(cpus):
-        place = system / f"cpu{cpu}"
+        place, siblings = system / f"cpu{cpu}", f"alone {cpu}"
         numa = next((int(path.name[4:]) for path in place.glob("node[0-9]*")), 0)
-        siblings = f"alone {cpu}"
         with suppress(OSError):
             siblings = (place / "topology" / "thread_siblings_list").read_text()
         of_core.setdefault((numa, siblings), []).append(cpu)
-    return [Core(numa, tuple(found)) for (numa, _), found in of_core.items()]
-
-
-def numa_of(device: torch.device) -> int | None:
-    """The NUMA node that an accelerator is connected to; None if it has none or the system does not tell."""
-    address = pci_address(device)
-    with suppress(OSError, ValueError):
-        numa = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text()) if address else -1
-        return numa if numa >= 0 else None
-    return None
-
-
-def own_numa_node() -> int | None:
-    """The NUMA node of this process's CPUs; None if they are in several."""
-    nodes = {core.numa for core in topology(_mask())}
-    return nodes.pop() if len(nodes) == 1 else None
+    return sorted(Core(numa, tuple(held)) for (numa, _), held in of_core.items())
 
 
 def machine_id(node: str) -> str:
@@ -171,15 +112,29 @@ def machine_id(node: str) -> str:
     return _BOOT.read_text().strip() if _BOOT.exists() else node
 
 
-def _mask() -> frozenset[int]:
+def _threads(cores: int, sharing: int = 1) -> int:
+    """OMP_NUM_THREADS if set, else one for each of this rank's cores, or of its share of them."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores // sharing)
+
+
+def _cpus(cores: Iterable[Core]) -> list[int]:
+    return sorted(cpu for core in cores for cpu in core.cpus)
+
+
+def _named(cores: Sequence[Core]) -> str:
+    """ "CPUs 0-3 (NUMA node 0)" """
+    cpus, nodes = _cpus(cores), sorted({core.numa for core in cores})
+    return f"CPU{'s' * (len(cpus) > 1)} {spans(cpus)} (NUMA node{'s' * (len(nodes) > 1)} {spans(nodes)})"
+
+
+def _mask() -> list[int]:
     """The CPUs that this process may use; none where the system does not say."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def _move(cpus: frozenset[int]) -> None:
-    """Bind every thread of this process: MPI and the store have started some; later ones inherit it."""
-    os.sched_setaffinity(0, cpus)
-    with suppress(FileNotFoundError):
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread), cpus)
+def _move(cpus: Sequence[int]) -> None:
+    """Bind every thread of this process: NumPy, MPI and the store have started some; later ones inherit it."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cpus)

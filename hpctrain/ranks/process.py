@@ -1,4 +1,4 @@
-"""This process: its end, and the threads that OpenMP binds."""
+"""The end of this process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from typing import NoReturn
 
 from hpctrain.base.launcher_variables import by_srun, pmi_descriptor
 from hpctrain.contracts.identity import Identity
-
-_BIND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-
-
-def binds_threads(environment: Mapping[str, str]) -> str | None:
-    """A variable with which OpenMP chooses the CPUs of its threads, from those that the process has when OpenMP is loaded."""
-    return next((name for name in _BIND if environment.get(name, "false").lower() != "false"), None)
 
 
 def end_process(code: int) -> NoReturn:

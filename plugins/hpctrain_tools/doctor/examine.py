@@ -68,7 +68,7 @@ class _Examination:
     def run(self, path: Path) -> int:
         registry = build_registry()
         self._start(registry)
-        with bound(self.world, node.device(self.identity), "auto") as binding:  # as a job's ranks will be
+        with bound(self.world, "auto") as binding:  # as a job's ranks will be
             self._node(binding)
             self._directory(path)
             self._communication(registry)
