@@ -183,11 +183,6 @@ def pmi_descriptor(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(number) if "MPI_LOCALNRANKS" in environment and number.isdigit() else None
 
 
-def pmi_numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, number of ranks and descriptor of PMI-1. Raises KeyError and ValueError where the launcher offers none."""
-    return int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), int(environment["PMI_FD"])
-
-
 def mpiexec_rank(environment: Mapping[str, str] = os.environ) -> int:
     """This process's rank under mpiexec, before MPI starts; 0 if nothing tells it."""
     names = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")

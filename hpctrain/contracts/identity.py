@@ -6,12 +6,12 @@ import socket
 from dataclasses import dataclass, field
 from typing import Literal
 
-LaunchSource = Literal["mpi", "slurm", "flux", "torchrun", "starter", "alone"]
+LaunchSource = Literal["mpi", "slurm", "torchrun", "starter", "alone"]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Rank, world size and place on the node, and who said so: MPI, srun, Flux, torchrun, or `hpctrain run -n` without MPI."""
+    """Rank, world size and place on the node, and who said so: MPI, srun, torchrun, or `hpctrain run -n` without MPI."""
 
     rank: int = 0
     size: int = 1

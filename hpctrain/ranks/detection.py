@@ -1,4 +1,4 @@
-"""Detects this process's rank from MPI, Slurm, Flux or torchrun. Starts MPI only where a launcher has set it up."""
+"""Detects this process's rank from MPI, Slurm or torchrun. Starts MPI only where a launcher has set it up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import (
@@ -43,8 +44,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity:
             return identity
         if mpirun or (tasks <= 1 and not flux):
             _refuse_wrong_mpi(environment)
-    if flux:
-        return _from_flux()
+    if flux and tasks > 1:
+        _refuse_wrong_mpi(environment)
     if by_srun(environment):
         return _identity(slurm_numbers(environment), slurm_node(environment), "slurm")
     if STARTER_VARIABLE in environment:
@@ -74,18 +75,12 @@ def torchrun_variables(identity: Identity) -> Iterator[None]:
 
 
 def fallback_notice(identity: Identity) -> str | None:
-    """A notice for the user when srun or Flux started the tasks without MPI; printed once."""
+    """A notice for the user when srun started the tasks without MPI; printed once."""
     if identity.source == "slurm":
         return (
             f"srun started {identity.size} tasks without an MPI that fits (each MPI process was alone), so the ranks meet "
             "through Slurm's variables and talk over gloo or NCCL. For MPI use `srun --mpi=pmi2` with MPICH or "
             "`srun --mpi=pmix` with Open MPI (`srun --mpi=list` shows what this Slurm has)."
-        )
-    if identity.source == "flux":
-        return (
-            f"Flux started {identity.size} tasks without an MPI that fits (each MPI process was alone), so the ranks meet "
-            "through Flux's PMI and talk over gloo or NCCL. For MPI use MPICH, which speaks PMI (pip install 'hpctrain[mpich]'), "
-            "or Open MPI with `flux run -o pmi=pmix`."
         )
     return None
 
@@ -128,7 +123,7 @@ def _from_mpi() -> Identity | None:
     return identity
 
 
-def _refuse_wrong_mpi(environment: Mapping[str, str]) -> None:
+def _refuse_wrong_mpi(environment: Mapping[str, str]) -> NoReturn:
     try:
         from hpctrain.mpi.library import MPI
 
@@ -142,20 +137,15 @@ def _refuse_wrong_mpi(environment: Mapping[str, str]) -> None:
             "PALS fits Cray MPICH: load its module and build mpi4py with it (MPICC=cc pip install --no-binary=mpi4py "
             "mpi4py); or start one torchrun on each node"
         )
+    elif by_flux(environment):
+        by = "Flux"
+        remedy = (
+            "Use MPICH, which speaks PMI (pip install 'hpctrain[mpich]'), or Open MPI with `flux run -o pmi=pmix`; without MPI "
+            "let Flux start one torchrun on each node"
+        )
     several = announced_size(environment)
     found = f"{several}" if announces_size(environment) else f"{several} or more"
     raise EnvironmentUnfitError(
         f"{by} started {found} ranks, but mpi4py's MPI library sees only one process: launcher and library "
         f"belong to different MPIs. mpi4py uses: {library}. {remedy}"
     )
-
-
-def _from_flux() -> Identity:
-    from hpctrain.ranks.pmi import launcher_pmi
-
-    pmi = launcher_pmi()
-    nodes = pmi.exchange(socket.gethostname())
-    node = nodes[pmi.rank]
-    by_node = sorted(range(pmi.size), key=lambda rank: nodes.index(nodes[rank]))
-    rank, renumbered = by_node.index(pmi.rank), by_node != list(range(pmi.size))
-    return Identity(rank, pmi.size, nodes[: pmi.rank].count(node), nodes.count(node), node, "flux", renumbered)

@@ -22,7 +22,7 @@ from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import compare
-from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi
+from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
@@ -125,8 +125,6 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
             raise PeerError(error.exit_code) if identity.rank else error from None
     elif identity.source == "alone":
         store = HashStore()
-    elif identity.source == "flux":
-        store = open_over_pmi(identity, timeout, tell)
     else:
         store = open_or_join(meeting_place(identity), identity, timeout, tell)
     shared = PrefixStore("hpctrain", store)

@@ -1,15 +1,11 @@
-"""The meeting place of ranks without MPI: rank 0 opens the guarded store on its host, at a port that every rank computes alike.
-
-Under Flux, rank 0 takes any port and sends it through the launcher.
-"""
+"""The meeting place of ranks without MPI: rank 0 opens the guarded store on its host, at a port that every rank computes alike."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -17,20 +13,12 @@ from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
-from hpctrain.base.store.client import Address, GuardedStore, narrow, open_store
+from hpctrain.base.store.client import GuardedStore, narrow, open_store
 from hpctrain.base.store.credentials import Credential, SecretFinder, make_credential
-from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
-from hpctrain.base.store.network import (
-    LOOPBACK,
-    bind_communication,
-    hosts_of,
-    listeners,
-    own_addresses,
-    reachable_addresses,
-)
+from hpctrain.base.store.messages import ProtocolError
+from hpctrain.base.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses
 from hpctrain.base.store.server import StoreServer
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.pmi import LONGEST, launcher_pmi
 
 _PORTS = range(20000, 32000)
 """Below the range that Linux uses for outgoing connections."""
@@ -103,45 +91,6 @@ def _given(place: MeetingPlace) -> Credential | None:
         return None
     known = SecretFinder(place.token, file)(b"")
     return None if known is None else Credential(known, b"", lambda: file.unlink(missing_ok=True))
-
-
-def open_over_pmi(identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]) -> GuardedStore:
-    """The store of all ranks of a launcher with PMI-1, which carries rank 0's addresses and secret. Errors as `open_or_join`."""
-    server, told = None, None
-    if identity.rank == 0:
-        secret = secrets.token_bytes(SECRET_BYTES)
-        one_node = identity.local_size == identity.size
-        sockets = listeners([LOOPBACK] if one_node else reachable_addresses())
-        server = StoreServer(secret, sockets, identity.size, on_stranger=on_stranger)
-        told = _as_text(secret, server.addresses)
-    secret, addresses = _from_text(launcher_pmi().text_of_first(told))
-    try:
-        store = open_store(addresses, lambda _: secret, timeout.total_seconds(), timeout, _ATTEMPT)
-    except (OSError, ProtocolError) as error:
-        there, seconds = ", ".join(f"{host} port {port}" for host, port in addresses), timeout.total_seconds()
-        raise EnvironmentUnfitError(
-            f"rank {identity.rank} on {identity.node} could not connect to rank 0 of this job within {seconds:.0f} s "
-            f"({there}; the last answer: {error}); expected TCP connections between the job's nodes to be allowed"
-        ) from error
-    if server is not None:
-        store = narrow(store, server, _await_all(store, identity, timeout))
-    else:
-        store.set(_came(identity.rank), store.remote_host)
-    bind_communication(store.local_host)
-    return store
-
-
-def _as_text(secret: bytes, addresses: Sequence[Address]) -> str:
-    """A word of a PMI line; addresses beyond its length are left out."""
-    parts = [secret.hex(), *(f"{host},{port}" for host, port in addresses)]
-    while len(";".join(parts)) > LONGEST:
-        parts.pop()
-    return ";".join(parts)
-
-
-def _from_text(text: str) -> tuple[bytes, list[Address]]:
-    secret, *parts = text.split(";")
-    return bytes.fromhex(secret), [(host, int(port)) for host, port in (part.split(",") for part in parts)]
 
 
 def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:

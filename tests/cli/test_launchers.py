@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -12,20 +11,16 @@ from launching import Finished, hpctrain, run
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
-NOTICE = "without an MPI that fits"
 AS_FLUX = (
     'export FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE FLUX_TASK_LOCAL_ID=$PMI_RANK FLUX_JOB_NNODES=1; exec "$@"'
 )
 """MPICH's mpiexec serves the PMI-1 that Flux serves, over a descriptor, too."""
+FLUX_TASK = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}
 AS_PALS = 'export PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$PMI_RANK PALS_NODEID=0; unset {unset}; exec "$@"'
 
 
 def started_as(script: str, ranks: int, *words: str) -> list[str]:
     return [MPIEXEC, "-n", str(ranks), "sh", "-c", script, "sh", *hpctrain(*words)]
-
-
-def logs(job: JobFile) -> list[str]:
-    return [path.read_text() for path in sorted((job.output / "log").iterdir())]
 
 
 @pytest.fixture
@@ -43,19 +38,9 @@ def test_tasks_of_flux_are_one_world_over_mpi(job: JobFile, losses_alone: list[f
 
 
 @pytest.mark.thorough
-def test_tasks_of_flux_without_mpi_meet_through_its_pmi(job: JobFile, losses_alone: list[float]) -> None:
-    done = run(started_as(AS_FLUX, 2, "run", "job.toml"), job.directory, env=NO_MPI)
-    assert done.code == 0 and "2 (flux), 2 per node" in done.out and "gloo communicator" in done.out, done
-    assert done.err.count(NOTICE) == 1 and done.err.count("flux run -o pmi=pmix") == 1, done
-    for rank, log in enumerate(logs(job)):
-        assert f"rank {rank} of 2 on {socket.gethostname()} (flux)" in log, log
-    assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
-
-
-@pytest.mark.thorough
 def test_one_task_of_flux_needs_no_mpi(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 1, "run", "job.toml"), job.directory, env=NO_MPI)
-    assert done.code == 0 and "1 (flux)" in done.out, done
+    assert done.code == 0 and "1 (alone)" in done.out, done
 
 
 @pytest.mark.nightly
@@ -68,9 +53,10 @@ def test_torchrun_under_mpiexec_is_the_launcher(job: JobFile, losses_alone: list
 
 
 @pytest.mark.thorough
-def test_flux_without_pmi_is_refused(job: JobFile) -> None:
-    flux = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", **NO_MPI}
-    refused(run(hpctrain("run", "job.toml"), job.directory, env=flux), job, "PMI_FD, PMI_RANK and PMI_SIZE", "torchrun")
+def test_tasks_of_flux_without_mpi_are_refused(job: JobFile) -> None:
+    for words, env in (started_as(AS_FLUX, 2, "run", "job.toml"), {}), (hpctrain("run", "job.toml"), FLUX_TASK):
+        done = run(words, job.directory, env={**env, **NO_MPI})
+        refused(done, job, "Flux started 2 ranks, but", "flux run -o pmi=pmix", "one torchrun on each node")
 
 
 @pytest.mark.cases(nightly=["another PMI"], rest="thorough")
@@ -95,5 +81,3 @@ def refused(done: Finished, job: JobFile, *sentences: str) -> None:
 def test_doctor_names_the_launcher(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 2, "doctor"), job.directory)
     assert done.code == 0 and "2 ranks on 1 node over MPI, started by Flux, connected through PMI" in done.out, done
-    without = run(started_as(AS_FLUX, 2, "doctor"), job.directory, env=NO_MPI)
-    assert without.code == 0 and "warn  launcher" in without.out and "through Flux's PMI" in without.out, without

@@ -18,9 +18,6 @@ pytestmark = [pytest.mark.timeout(400), needs_root]
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node=2", "-m", "hpctrain", "run", "job.toml"]
 
-FLUX = [sys.executable, str(Path(__file__).parent / "programs" / "as_flux.py"), "run", "job.toml"]
-STARTED = {"torchrun": TORCHRUN, "Flux": FLUX}
-
 
 HOST = "10.78.0.1"
 OTHER_HOST = """
@@ -85,12 +82,12 @@ def listening(enter: list[str]) -> list[str]:
 
 
 @pytest.mark.cases(thorough=["MPICH"], rest="nightly")
-@pytest.mark.parametrize("launcher", ["MPICH", "gloo", "torchrun", "Flux"])
+@pytest.mark.parametrize("launcher", ["MPICH", "gloo", "torchrun"])
 def test_a_job_trains_as_if_nobody_were_there(launcher: str, networks: tuple[list[str], list[str]]) -> None:
     """Not with Open MPI: its launcher dies of noise on its own port (SECURITY.md)."""
     inside, outside = networks
-    words = [*inside, *STARTED.get(launcher, hpctrain("run", "job.toml", "-n", "2"))]
-    env = WITHOUT_MPI if launcher in ("gloo", "Flux") else {}
+    words = [*inside, *(TORCHRUN if launcher == "torchrun" else hpctrain("run", "job.toml", "-n", "2"))]
+    env = WITHOUT_MPI if launcher == "gloo" else {}
     with open_job() as job:
         quiet = run([*words, "--set", "job.output_dir='quiet'"], job.directory, env=env)
         assert quiet.code == 0, quiet
@@ -108,7 +105,7 @@ def test_a_job_trains_as_if_nobody_were_there(launcher: str, networks: tuple[lis
             (job.directory / "tried").touch()
             done = command.finish(200)
         assert done.code == 0, done
-        assert job.losses() == job.losses("quiet") and (launcher != "Flux" or "2 (flux)" in done.out), done
+        assert job.losses() == job.losses("quiet"), done
         log = (job.output / "log" / "rank-00000.log").read_text()
         assert log.count("a connection from 127.0.0.1 port") == 1, log
     if launcher != "torchrun":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.detection import detect, fallback_notice
 from hpctrain.ranks.meeting import compare_ranks
 from hpctrain.ranks.meeting_place import MeetingPlace
-from hpctrain.ranks.pmi import LauncherPmi
 from hpctrain.ranks.rank_channel import on_terminal
 
 SRUN = {
@@ -106,31 +103,7 @@ def test_flux_starts_tasks_also_inside_slurm_and_an_mpiexec_in_a_task_is_the_lau
     assert launcher_name(within) == "Flux" and not by_srun(within)
     assert launcher_name({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}) is None
     assert launcher_name({**FLUX, "OMPI_COMM_WORLD_SIZE": "4"}) is None
-    notice = fallback_notice(Identity(1, 2, 1, 2, "node1", "flux"))
-    assert notice is not None and "Flux started 2 tasks" in notice and "flux run -o pmi=pmix" in notice
-
-
-def test_ranks_exchange_texts_through_their_launcher() -> None:
-    """Round after round, with the server that MPI libraries use; a launcher that ends is an error, not a wait."""
-    server = PmiServer(2)
-    inherited = [{"PMI_FD": str(os.dup(server.descriptors(rank)[0]))} for rank in range(2)]
-    environments = [{**server.environment(rank), **inherited[rank]} for rank in range(2)]
-    server.started()
-    ends = [LauncherPmi(environment) for environment in environments]
-    with ThreadPoolExecutor(2) as ranks:
-        for word in ("one", "two"):
-            texts = list(ranks.map(lambda end, word=word: end.exchange(f"{word}-{end.rank}"), ends))
-            assert texts == [[f"{word}-0", f"{word}-1"]] * 2
-            assert (
-                list(ranks.map(lambda end, word=word: end.text_of_first(None if end.rank else word), ends))
-                == [word] * 2
-            )
-    here, there = socket.socketpair()
-    there.close()
-    with pytest.raises(EnvironmentUnfitError, match="asked its launcher over PMI-1 for init"):
-        LauncherPmi({"PMI_FD": str(here.fileno()), "PMI_RANK": "0", "PMI_SIZE": "2"})
-    with pytest.raises(EnvironmentUnfitError, match="offers no PMI-1"):
-        LauncherPmi({})
+    assert detect({**FLUX, "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}).source == "alone"
 
 
 def test_scripts_over_mpi_find_the_variables_of_pals_and_flux() -> None:

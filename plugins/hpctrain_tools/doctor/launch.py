@@ -32,12 +32,8 @@ def launcher(identity: Identity, nodes: int, environment: Mapping[str, str] = os
         return Finding("launcher", "ok", f"{where} over MPI{by}, connected through {pmi}; {mpi_library()}")
     notice = fallback_notice(identity)
     if notice is not None:
-        remedy = (
-            "start with the --mpi that fits"
-            if identity.source == "slurm"
-            else "use an MPI that fits Flux, or let Flux fit"
-        )
-        return Finding("launcher", "warn", f"{where}: {notice}", f"{remedy} the MPI library: {mpi_library()}")
+        remedy = f"start with the --mpi that fits the MPI library: {mpi_library()}"
+        return Finding("launcher", "warn", f"{where}: {notice}", remedy)
     if identity.source == "alone":
         tasks = slurm_allocation_tasks(environment)
         if tasks > 1:
