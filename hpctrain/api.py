@@ -61,9 +61,9 @@ from hpctrain.base.torch_private import (
     move_local,
     profiler_settings,
     storage_record,
+    uncompiled,
     version_of,
 )
-from hpctrain.base.uncompiled import uncompiled
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
 from hpctrain.contracts.checkpoint import CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor

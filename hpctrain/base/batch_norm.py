@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpctrain.base.uncompiled import uncompiled
+from hpctrain.base.torch_private import uncompiled
 
 __all__ = ["SynchronizedBatchNorm"]
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpctrain.base.devices import has_cuda_operators, is_accelerator
-from hpctrain.base.uncompiled import uncompiled
+from hpctrain.base.torch_private import uncompiled
 
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNMENT = 32

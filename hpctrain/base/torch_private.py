@@ -18,7 +18,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
     from torch.utils.data import DataLoader
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 """A context in which torch's operators bypass the caller's dispatch modes, which must not see a collective's arithmetic."""
@@ -321,6 +324,14 @@ class LateCompiler(ModuleType):
                     delattr(fn, "__dynamo_disable")
             self.left_alone.clear()
         return importlib.import_module(self.__name__)
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep `[compile]` out of a function: graphs end before it and begin again after it.
+
+    A decorator, in place of `torch.compiler.disable`, which loads the compiler at once: two seconds of each command.
+    """
+    return torch._disable_dynamo(function)
 
 
 def delay_compiler() -> None:

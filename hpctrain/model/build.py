@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import buffers_of, convert_tensors
-from hpctrain.base.uncompiled import leave_out_of_graphs
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.batch_norm import synchronize_batch_norms
@@ -172,7 +171,6 @@ def build_whole(spec: ModelSpec, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def _compile_blocks(module: nn.Module, spec: ModelSpec, mode: str) -> None:
-    leave_out_of_graphs()
     for block in spec.blocks(module) or [module]:
         # replaces the bound method instead of wrapping the module, so parameter names do not change
         block.forward = torch.compile(block.forward, mode=mode)
