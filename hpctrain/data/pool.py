@@ -11,12 +11,11 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
@@ -28,7 +27,7 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.ranks.prints import label_prints, labels_of_prints
 from hpctrain.ranks.signals import STOPPING, keep_from_children
-from hpctrain.ranks.watchdog.workers import be_watched, new_directory, remove_directory
+from hpctrain.ranks.watchdog.workers import be_watched, forget_lines, share_lines
 
 LOG = logging.getLogger("hpctrain")
 
@@ -108,7 +107,7 @@ class Pool:
         self.draws_here = batches.draws and workers == 0
         self._requests = _PassSampler()
         self._processes: list[BaseProcess] = []
-        self._stacks: Path | None = None
+        self._lines: Sequence[Any] = ()
         self._batches, self._method = batches, start_method
         self._here = _Timed(batches)
         self._loader = self._new_loader() if workers else None
@@ -152,9 +151,8 @@ class Pool:
         assert self._loader is not None
         self._requests.plan = plan
         keep_from_children()
-        if self._stacks is None:
-            self._stacks = new_directory()
-        self._loader.worker_init_fn = partial(_begin, self._stacks, labels_of_prints())
+        self._lines = self._lines or share_lines(self._loader.multiprocessing_context, self._workers)
+        self._loader.worker_init_fn = partial(_begin, self._lines, labels_of_prints())
         others = multiprocessing.active_children()
         try:
             with warnings.catch_warnings():
@@ -183,8 +181,8 @@ class Pool:
             end_workers(self._loader)
         for process in self._processes:  # one that is still reading; it has SIGTERM blocked
             process.kill()
-        if self._stacks is not None:
-            remove_directory(self._stacks)
+        if self._lines:
+            forget_lines(self._lines)
 
 
 def refuse_in_worker() -> None:
@@ -200,9 +198,9 @@ def refuse_in_worker() -> None:
         )
 
 
-def _begin(stacks: Path, labels: tuple[str, str], number: int) -> None:
+def _begin(lines: Sequence[Any], labels: tuple[str, str], number: int) -> None:
     """Prepare a worker before its first sample. labels: of the rank's prints."""
-    be_watched(stacks)
+    be_watched(lines[number])
     if not any(labels_of_prints()):  # a forked process has its rank's
         label_prints(*labels)
 

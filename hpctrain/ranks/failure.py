@@ -27,7 +27,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
-from hpctrain.ranks.watchdog.channel import end_waiting_ranks
+from hpctrain.ranks.watchdog.watcher import end_waiting_ranks
 
 _AFTER_THE_CAUSE = timedelta(seconds=1)
 """How long a rank waits after a failed communication for the rank at fault to print."""

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hpctrain.base.errors import EXIT_DONE, HpctrainError, TrainingError, UsageError, reason
+from hpctrain.base.errors import EXIT_DONE, HpctrainError, UsageError, reason
 from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
@@ -40,9 +39,8 @@ from hpctrain.ranks.meeting import World, compare_ranks, start_communication, ta
 from hpctrain.ranks.prints import labelled_prints, own, tell
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
-from hpctrain.ranks.watchdog.blocks import parted_in_failure
+from hpctrain.ranks.watchdog.monitor import watched
 from hpctrain.ranks.watchdog.queries import Queries
-from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.determinism import deterministic
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
@@ -205,7 +203,7 @@ def watch(start: Start) -> None:
     world.share("start", lambda: note_start(job.output_dir, world.identity, hosts, plugins, since, start.device))
     limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
     start.queries = Queries(job.output_dir)
-    start.alarmed = start.undo.enter_context(watched(world, start.hooks.position, limit, start.queries))
+    start.alarmed = start.undo.enter_context(watched(world, hosts, start.hooks.position, limit, start.queries))
 
 
 TRAINING: tuple[Step, ...] = (meet, take_signals, agree, take_directory, communicate, watch)
@@ -223,10 +221,6 @@ def _retold(start: Start) -> Iterator[None]:
         if hasattr(start, "hooks"):
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 start.hooks.call("hpctrain_exception", exception=error, identity=start.identity)
-            is_of_group = isinstance(error, dist.DistBackendError)
-            why = parted_in_failure(start.world, start.hooks.position) if is_of_group else None
-            if why is not None:
-                raise TrainingError(why) from error
         retell_plugin_error(error, start.checked.registry, start.identity)
         retell_model_error(error, CALLS)
         raise

@@ -36,8 +36,8 @@ from hpctrain.model.parameters import build_optimizer, has_modes, parameter_grou
 from hpctrain.model.pieces import refuse_holes
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
-from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.training.guard.judging import Guard
+from hpctrain.training.guard.routes import parted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner
@@ -74,7 +74,6 @@ class TrainedModel:
             raise broken(parts.precision, "gave no context manager in forward", "a context around forward and loss")
         built = build_model(job, parts, meshes, self.sums, device, values)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
-        hooks.position.ran.append(self.sharded.ran)
         self.scaler = parts.precision.start()
         self.axes, self.shapes, self.given = built.axes, built.trained, built.given
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))

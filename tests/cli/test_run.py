@@ -534,9 +534,7 @@ if __name__ == "__main__":
     ("dropped", "communicator", "told"),
     [
         ([[1], [3]], "auto", "rank 0 left out blocks.1; rank 1 left out blocks.3"),
-        ([[], [3, 4]], "auto", "rank 1 left out blocks.3, blocks.4"),
         pytest.param([[1], [3]], "gloo", "rank 0 left out blocks.1; rank 1 left out blocks.3", marks=pytest.mark.nightly),
-        pytest.param([[2], []], "gloo", "rank 0 left out blocks.2", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_ranks_that_run_other_blocks_at_stage_3_are_told_which(

@@ -336,7 +336,7 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
     assert entered.wait(60)
     position = Position()
     with position.inside("data", 0), position.inside("data", 1):
-        [told] = status_of(Identity(), position).workers
+        [told] = status_of(Identity(), position).loading
     goes_on.set()
     loader.close()
     assert told.startswith("the thread that loads samples is at ") and told.endswith("goes_on.wait()  # hangs here")

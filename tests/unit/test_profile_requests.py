@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +16,22 @@ from hpctrain_tools.profile import asking
 from hpctrain_tools.profile.asking import record_now
 from hpctrain_tools.profile.table import Figures
 from hpctrain_tools.profile.traces import stored_window
+from hpctrain_tools.runs.asking import asked
 from jobs import TINY
 
 import hpctrain
 from hpctrain.base.errors import UsageError
 from hpctrain.ranks.watchdog import queries
-from hpctrain.ranks.watchdog.queries import Queries, asked
+from hpctrain.ranks.watchdog.queries import Queries
 
 
 @pytest.fixture
 def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queries]:
     monkeypatch.setattr(queries, "_LOOK", 0.02)
-    closing, found = threading.Event(), Queries(tmp_path)
-    found.start(closing)
+    found = Queries(tmp_path)
+    found.start()
     yield found
-    closing.set()
+    found.close("the test ends")
 
 
 def test_a_request_is_taken_once_and_answered_to_its_end(answering: Queries, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from hpctrain.base.launcher_variables import RankNumbers
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.starter_directory import sweep
-from hpctrain.ranks.watchdog.workers import new_directory, remove_directory
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -223,26 +222,23 @@ def test_the_starter_leaves_a_job_of_wrong_types_to_the_ranks(job: dict[str, obj
 
 
 def test_directories_that_killed_processes_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of a starter or a pool that lives, what is new, or what is another program's."""
+    """Not those of a starter that lives, what is new, or what is another program's."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left = (
         "import os, tempfile; from pathlib import Path; from hpctrain_tools.launch.channel_directory import ChannelDirectory\n"
-        "from hpctrain.ranks.watchdog.workers import new_directory\n"
         f"tempfile.tempdir = {str(tmp_path)!r}; link = ChannelDirectory(Path(tempfile.mkdtemp(prefix='hpctrain-')))\n"
-        "new_directory(); os.kill(os.getpid(), 9)"
+        "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", left], timeout=60)
     killed = [*tmp_path.iterdir()]
     (tmp_path / "hpctrain-anothers").mkdir()
-    link, workers = ChannelDirectory(Path(mkdtemp(prefix="hpctrain-"))), new_directory()
-    assert len(killed) == 2 and all(one.exists() for one in killed), "they may have begun just now"
+    link = ChannelDirectory(Path(mkdtemp(prefix="hpctrain-")))
+    assert len(killed) == 1 and all(one.exists() for one in killed), "they may have begun just now"
     for one in tmp_path.iterdir():
         os.utime(one, (0, 0))
     sweep("hpctrain-????????")
-    remove_directory(new_directory())
-    assert {*tmp_path.iterdir()} == {tmp_path / "hpctrain-anothers", link.directory, workers}
+    assert {*tmp_path.iterdir()} == {tmp_path / "hpctrain-anothers", link.directory}
     link.close()
-    remove_directory(workers)
 
 
 def test_memory_of_ranks_that_were_killed_is_removed(tmp_path: Path) -> None:

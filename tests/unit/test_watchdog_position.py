@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.ranks.watchdog.position import Position
 from hpctrain.ranks.watchdog.status import Beat
+from hpctrain.training.guard.routes import parted
 
 STEP = ("data", "forward", "backward", "sums of gradients", "optimizer")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpctrain.mpi.errors import name_ranks
-from hpctrain.ranks.watchdog.blocks import parted
 from hpctrain.ranks.watchdog.status import Beat, RankStatus
 
 
-@dataclass(frozen=True)
-class Silent:
+class Silent(NamedTuple):
     """A rank that sends no heartbeats. seconds: since the last one. last: None if there never was one."""
 
     rank: int
@@ -22,17 +20,15 @@ class Silent:
 
 def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
-    absent = [one for one in statuses if one.communication is None]
-    waiting = [one for one in statuses if one.communication is not None]
     lines = [f"missing: {_silent(one)}" for one in silent if one.seconds > limit]
     lines += [f"no answer in time: {_late(one)}" for one in silent if one.seconds <= limit]
-    moving = [one for one in absent if one.idle < limit / 2]
-    stuck = [one for one in absent if one not in moving]
-    lines += [f"missing: {told}" for told in _grouped(stuck)]
-    lines += [f"at work: {told}" for told in _grouped(moving)]
-    lines += [f"waiting: {told}" for told in _grouped(waiting)]
-    apart = parted({one.rank: one.ran for one in statuses}) if statuses else None
-    return lines if apart is None else [*lines, f"the reason: {apart}"]
+    absent = [one for one in statuses if one.waits_for is None]
+    kinds = {
+        "missing": [one for one in absent if one.beat.idle >= limit / 2],
+        "at work": [one for one in absent if one.beat.idle < limit / 2],
+        "waiting": [one for one in statuses if one.waits_for is not None],
+    }
+    return lines + [f"{kind}: {told}" for kind, of_kind in kinds.items() for told in _grouped(of_kind)]
 
 
 def _silent(one: Silent) -> str:
@@ -52,18 +48,18 @@ def _grouped(statuses: Sequence[RankStatus]) -> list[str]:
     """Ranks that do the same are told together, the fewest first."""
     groups: dict[tuple[object, ...], list[RankStatus]] = {}
     for one in statuses:
-        groups.setdefault((one.phase, one.step, one.line, one.waits_for), []).append(one)
+        groups.setdefault((one.beat.where, one.line, one.waits_for), []).append(one)
     return [_told(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
 
 
 def _told(group: Sequence[RankStatus]) -> str:
     one = group[0]
-    nodes: Mapping[str, None] = dict.fromkeys(member.node for member in group)
-    shown = ", ".join(list(nodes)[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")
+    nodes = list(dict.fromkeys(member.node for member in group))
+    shown = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")
     verb = "is" if len(group) == 1 else "are"
-    waits = f"; waits for {one.waits_for}" if one.communication else ""
-    workers = f"; {' and '.join(one.workers[:3])}" if one.workers else ""
-    idle = max(member.idle for member in group)
+    waits = f"; waits for {one.waits_for}" if one.waits_for else ""
+    loading = f"; {' and '.join(one.loading[:3])}" if one.loading else ""
+    idle = max(member.beat.idle for member in group)
     since = f" for {idle:.0f} s" if idle else ""
     who = f"{name_ranks([member.rank for member in group])} on {shown}"
-    return f"{who} {verb} in {one.beat.where}{since}, at {one.line}{waits}{workers}"
+    return f"{who} {verb} in {one.beat.where}{since}, at {one.line}{waits}{loading}"

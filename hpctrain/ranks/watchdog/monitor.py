@@ -1,51 +1,99 @@
-"""Rank 0's thread of the watchdog: it reads the heartbeats, asks all ranks when one is overdue, prints, and ends the job."""
+"""The watchdog of a run: no job waits in silence, and none waits forever.
+
+Rank 0's thread reads the heartbeats, asks all ranks when one is overdue, prints, and ends the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 from hpctrain.base.errors import EXIT_TRAINING
-from hpctrain.mpi.errors import name_ranks
+from hpctrain.mpi.errors import OperationMismatchError, name_ranks
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.ranks.watchdog.stacks import failed_line
 from hpctrain.ranks.watchdog.status import Beat, RankStatus, beat_of
-from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_nccl, log_stacks
+from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 
 LOG = logging.getLogger("hpctrain")
 
-_LOOK = 2.0
-"""Seconds between two looks for alarms and questions, if heartbeats come less often."""
-_NCCL = 12.0
-"""Seconds for NCCL's report, whose ranks may not answer it either."""
-_ANSWERING = 3.0
-"""Seconds for the ranks to answer: those that run do so at once."""
+_LOOK = 2.0  # seconds between two looks for alarms and questions, if heartbeats come less often
+_ANSWERING = 3.0  # seconds for the ranks to answer: those that run do so at once
+_FAILED = re.compile(
+    r"time[d ]*out|(did|has) not finish|waited .* in the store|connection (closed|reset|refused)|broken pipe|failed in MPI"
+    "|remote error",
+    re.IGNORECASE,
+)
+"""The words of torch's, gloo's and hpctrain's own errors about other ranks that take too long or are gone."""
+
+
+@contextmanager
+def watched(
+    world: World, nodes: Sequence[str], position: Position, limit: float, queries: Queries
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Watch the run in this context. limit: seconds that a phase may take, or a rank may be silent. queries: those to rank 0.
+
+    Gives a context for work that communicates: if communication fails there, by its own time limit or because a rank is gone, rank
+    0 says where all ranks stand. nodes: of the ranks.
+    """
+    is_chief = world.identity.rank == 0
+    watcher = Monitor(world, nodes, position, limit, queries) if is_chief else Watcher(world, position, limit)
+    if is_chief:
+        queries.start()
+    watcher.start()
+    try:
+        yield partial(_alarmed, watcher)
+    finally:
+        watcher.close()
+        if is_chief:
+            queries.close(f"the job ends after step {position.step + 1}")
+
+
+@contextmanager
+def _alarmed(watcher: Watcher) -> Iterator[None]:
+    try:
+        yield
+    except OperationMismatchError:
+        raise  # no rank is missing
+    except RuntimeError as error:
+        line = failed_line(error.__traceback__) if watcher.identity.size > 1 and _FAILED.search(str(error)) else None
+        if line is not None:
+            watcher.position.failure = line
+            LOG.info("a communication failed", exc_info=True)
+            with contextlib.suppress(RuntimeError):  # the store is gone, too
+                watcher.alarm(str(error).partition("\n")[0])
+        raise
 
 
 class Monitor(Watcher):
     """The watcher of rank 0."""
 
-    def __init__(self, world: World, position: Position, limit: float, asked: Queries) -> None:
+    def __init__(
+        self, world: World, nodes: Sequence[str], position: Position, limit: float, asked: Queries
+    ) -> None:
+        """nodes: of the ranks, for those that don't answer."""
         super().__init__(world, position, limit)
-        self._asked = asked
+        self._asked, self._nodes = asked, nodes
+        self._others = range(1, self.identity.size)
         self._beats: dict[int, Beat] = {}
-        self._heard = dict.fromkeys(range(self.identity.size), time.monotonic())
+        self._heard = dict.fromkeys(self._others, time.monotonic())
         self._asking, self._long, self._next = 0, 0, 0.0
-        asked.start(self.closing)
 
     def turn(self) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self.interval
-            self.beat()
             self._read()
         alarm = self._alarm()
         if self.closing.is_set() or self.position.phase == END:  # the others may have ended before
@@ -60,21 +108,18 @@ class Monitor(Watcher):
             self._print(why, *self._ask(stacks=True), self.limit)
         elif self._asked.is_waiting:
             self._asked.answer(sentences(*self._ask(stacks=False), self.limit))
-        self._asked.acknowledge(self._where())
-
-    def _where(self) -> str:
         idle = self.position.idle
-        return beat_of(self.position, 0).where + (f" for {idle:.0f} s" if idle >= 1 else "")
+        self._asked.acknowledge(beat_of(self.position).where + (f" for {idle:.0f} s" if idle >= 1 else ""))
 
     def _look_into(self, alarm: dict[str, Any]) -> None:
         """End the job because of an alarm, unless a rank that has failed is the reason and may still end it in order."""
         if "code" in alarm:
             self._end_ranks(alarm["code"])
         elif self.another_reason():
-            self.channel.set(IGNORED, "")
+            self._set(IGNORED, "")
         else:
             why = f"a communication of rank {alarm['rank']} failed ({alarm['reason']}; its log has the traceback)"
-            self._end_job(why, *self._ask(stacks=True), limit=0.0)
+            self._end_job(why, *self._ask(stacks=True), limit=0.0)  # it has not waited for as long as phases may take
 
     def _end_if_still(self, overdue: list[str]) -> None:
         """End the job, unless all have moved after all."""
@@ -82,7 +127,7 @@ class Monitor(Watcher):
         still = any(status.beat.is_overdue(self.limit) for status in statuses)
         still = still or any(one.seconds > self.limit for one in silent)
         if still and not self.closing.is_set() and self.position.phase != END:
-            self._end_job(" and ".join(overdue), statuses, silent)
+            self._end_job(" and ".join(overdue), statuses, silent, self.limit)
 
     def wake(self) -> None:
         super().wake()
@@ -99,18 +144,18 @@ class Monitor(Watcher):
     def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):
             return None
-        alarm: dict[str, Any] = json.loads(self.channel.get(["alarm"])[0])
-        self.channel.remove("alarm")
+        assert self.store is not None  # of several ranks
+        alarm: dict[str, Any] = json.loads(self.store.get("alarm"))
+        self.store.delete_key("alarm")
         return alarm
 
     def _read(self) -> None:
-        now = time.monotonic()
-        keys = [f"beat/{rank}" for rank in range(self.identity.size)]
-        there = keys if self.channel.are_set(keys) else [key for key in keys if self.channel.are_set([key])]
-        for key, text in zip(there, self.channel.get(there), strict=True):
-            rank, beat = int(key.partition("/")[2]), Beat.from_json(text)
+        """Take the newest heartbeats."""
+        self._beats[0] = beat_of(self.position)
+        for key, text in self._those_set([f"beat/{rank}" for rank in self._others]).items():
+            rank, beat = int(key.partition("/")[2]), Beat(*json.loads(text))
             if self._beats.get(rank) != beat:
-                self._beats[rank], self._heard[rank] = beat, now
+                self._beats[rank], self._heard[rank] = beat, time.monotonic()
 
     def _overdue(self) -> list[str]:
         """Clauses about what is overdue."""
@@ -143,54 +188,57 @@ class Monitor(Watcher):
         tell("\n".join(shown))
         aside(partial(LOG.info, "%s", "\n".join(shown)))
 
-    def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
-        """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
-        self._print(why, statuses, silent, self.limit if limit is None else limit)
+    def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float) -> None:
+        """Print who waits for whom, and end all ranks."""
+        self._print(why, statuses, silent, limit)
         self._world.channel.report_error(f"watchdog: {why}")
-        aside(log_nccl, _NCCL)
         self._end_ranks(EXIT_TRAINING, {status.rank for status in statuses})
 
     def _end_ranks(self, code: int, answering: Iterable[int] = ()) -> NoReturn:
         """End all ranks. answering: those that will confirm it."""
         with contextlib.suppress(RuntimeError):
-            self._order({"kind": "end", "code": code})
-            others = [f"ending/{rank}" for rank in answering if rank != self.identity.rank]
-            if others:
-                self._until(lambda: self.channel.are_set(others))
+            self._order({"code": code})
+            self._await([f"ending/{rank}" for rank in answering if rank != 0])
         self.end(code)
 
     def _ask(self, *, stacks: bool) -> tuple[list[RankStatus], list[Silent]]:
         """Every rank's status; of those that do not answer what is known."""
         self._asking += 1
-        others = [rank for rank in range(self.identity.size) if rank != self.identity.rank]
-        keys = {rank: f"status/{self._asking}/{rank}" for rank in others}
-        if others:
-            self._order({"kind": "tell", "number": self._asking, "stacks": stacks})
+        self._order({"number": self._asking, "stacks": stacks})
         statuses = [self.status()]
         if stacks:
             aside(log_stacks)
-        if others:
-            self._until(lambda: self.channel.are_set(list(keys.values())))
+        keys = [f"status/{self._asking}/{rank}" for rank in self._others]
+        self._await(keys)
         self._read()
-        for key in keys.values():
-            if self.channel.are_set([key]):
-                statuses.append(RankStatus.from_json(self.channel.get([key])[0]))
-                self.channel.remove(key)
-        told = {status.rank for status in statuses}
-        return statuses, [self._silent(rank) for rank in others if rank not in told]
-
-    def _silent(self, rank: int) -> Silent:
-        beat = self._beats.get(rank)
-        key = f"node/{rank}"
-        node = self.channel.get([key])[0].decode() if self.channel.are_set([key]) else "an unknown node"
-        return Silent(rank, node, time.monotonic() - self._heard[rank], beat)
+        for key, text in self._those_set(keys).items():
+            statuses.append(RankStatus.from_json(text))
+            assert self.store is not None  # of several ranks
+            self.store.delete_key(key)
+        told, now = {status.rank for status in statuses}, time.monotonic()
+        silent = [rank for rank in self._others if rank not in told]
+        return statuses, [
+            Silent(rank, self._nodes[rank], now - self._heard[rank], self._beats.get(rank)) for rank in silent
+        ]
 
     def _order(self, order: dict[str, object]) -> None:
-        self.channel.set(f"order/{self._orders + 1}", json.dumps(order))
         self._orders += 1
+        self._set(f"order/{self._orders}", json.dumps(order))
 
-    def _until(self, true: Callable[[], bool]) -> None:
-        """Wait until it is true, for as long as the ranks may take to answer."""
+    def _set(self, key: str, value: str) -> None:
+        if self.store is not None:
+            self.store.set(key, value)
+
+    def _those_set(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of the keys that are set."""
+        if self.store is None or not keys:
+            return {}
+        store = self.store
+        there = keys if store.check(list(keys)) else [key for key in keys if store.check([key])]
+        return dict(zip(there, store.multi_get(list(there)), strict=True)) if there else {}
+
+    def _await(self, keys: Sequence[str]) -> None:
+        """Wait until the keys are set, for as long as the ranks may take to answer."""
         give_up = time.monotonic() + _ANSWERING
-        while not true() and time.monotonic() < give_up:
+        while keys and self.store is not None and not self.store.check(list(keys)) and time.monotonic() < give_up:
             time.sleep(0.02)

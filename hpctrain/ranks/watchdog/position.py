@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,8 +35,6 @@ class Position:
         """The thread that trains."""
         self.failure: str | None = None
         """The line at which communication has failed."""
-        self.ran: list[deque[str]] = []
-        """`ShardedModel.ran` of each model."""
         self.entered: Callable[[str], None] = lambda _: None
         """Is told of each phase that begins."""
         self._moved = time.monotonic()
@@ -47,10 +44,6 @@ class Position:
     def idle(self) -> float:
         """Seconds since the last move."""
         return time.monotonic() - self._moved
-
-    def blocks(self) -> list[str]:
-        """The blocks that have run in this step, if ranks must run the same."""
-        return [name for one in self.ran for name in one.copy()]
 
     def move(self, phase: str, step: int | None = None) -> None:
         """Something has happened: training is in `phase` now."""

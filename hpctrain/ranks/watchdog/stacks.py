@@ -1,8 +1,13 @@
-"""Reads this process's Python stacks: the line at which training stands, and the communication in which it waits."""
+"""Reads this process's Python stacks: the line at which training stands, and the communication in which it waits.
+
+torch's flight recorder names an operation that the stack does not tell.
+"""
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import logging
 import os
 import re
 import sys
@@ -10,14 +15,17 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import typing_extensions
 from torch import Tensor
+
+from hpctrain.base.torch_private import recorded_operations
+
+LOG = logging.getLogger("hpctrain")
 
 _HPCTRAIN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -39,17 +47,14 @@ _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
 """Names of the tensors in torch's collectives."""
 
-_DUMPED = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
 """Calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish."""
-
 
 UNNAMED = "an operation with other ranks"
 """An operation of which the stack does not tell the name."""
 
 
-@dataclass(frozen=True)
-class Spot:
+class Spot(NamedTuple):
     """The line at which a thread stands. communication: the operation in which it waits for other ranks, or None."""
 
     line: str
@@ -101,14 +106,6 @@ def failed_line(trace: TracebackType | None) -> str | None:
     return f"{path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line).strip()}"
 
 
-def worker_line(stack: str) -> str | None:
-    """The innermost line of the user's in a stack as faulthandler writes it; None if there is none."""
-    for path, line, name in _DUMPED.findall(stack):
-        if not (_is_of_library(path) or _is_ours(path)):
-            return f"{path}:{line} in {name}: {linecache.getline(path, int(line)).strip()}".rstrip(": ")
-    return None
-
-
 def loading_line(thread: int | None) -> str | None:
     """The innermost line of a thread that is the user's, else that is a package's; None if it runs neither."""
     frames = [
@@ -117,6 +114,23 @@ def loading_line(thread: int | None) -> str | None:
     ]  # fmt: skip
     shown = next(filter(_is_users, frames), next(iter(frames), None))
     return None if shown is None else _line(shown)
+
+
+def unfinished() -> list[str]:
+    """The operations of this process that torch has recorded and that have not ended, oldest first."""
+    try:
+        return [_recorded(one) for one in recorded_operations() if not one["retired"]]
+    except Exception:  # another torch's: the watchdog's report must come without it
+        LOG.info("torch's flight recorder can't be read", exc_info=True)
+        return []
+
+
+def _recorded(entry: dict[str, Any]) -> str:
+    name, described = entry["process_group"]
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    shapes = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    tensors = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in itertools.islice(shapes, 1))
+    return f"{entry['profiling_name']} number {number} of {described or name}, {tensors}, {entry['state']}"
 
 
 def _outwards(frame: FrameType | None) -> Iterable[FrameType]:

@@ -5,39 +5,22 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import asdict, dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
-from hpctrain.ranks.watchdog.recorder import unfinished
-from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, worker_line
-from hpctrain.ranks.watchdog.workers import worker_stacks
+from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, unfinished
+from hpctrain.ranks.watchdog.workers import worker_lines
 
-_LOADING = ("data", FIRST, "evaluation")
-"""Phases that wait for samples."""
-_PROCESS, _THREAD = "a process that loads samples", "the thread that loads samples"
+_LOADING = ("data", FIRST, "evaluation")  # phases that wait for samples
 
 
-@dataclass(frozen=True)
-class Beat:
-    """A heartbeat. step: the last completed one. idle: seconds without a move. number: makes each heartbeat another one."""
+class Beat(NamedTuple):
+    """A heartbeat. step: the last completed one. idle: seconds without a move, which make each heartbeat another one."""
 
     phase: str
     step: int
     idle: float
-    number: int = 0
-
-    def as_json(self) -> str:
-        """The JSON text for the store."""
-        return json.dumps([self.phase, self.step, round(self.idle, 3), self.number])
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Beat:
-        """Raises ValueError for anything else."""
-        phase, step, idle, number = json.loads(text)
-        return cls(str(phase), int(step), float(idle), int(number))
 
     def is_overdue(self, limit: float) -> bool:
         """Whether it has been in its phase for longer than phases may take."""
@@ -49,69 +32,45 @@ class Beat:
         return self.phase if self.phase in UNLIMITED else f"step {self.step + 1}, {self.phase}"
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """A rank's position, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
-    workers: clauses with the lines at which samples are loaded, if training waits for them. ran: `Position.blocks`.
+class RankStatus(NamedTuple):
+    """A rank's position. line: file, line and source. waits_for: the operation with other ranks in which it waits, or None.
+    loading: clauses with the lines at which samples are loaded, if training waits for them.
     """
 
     rank: int
     node: str
-    phase: str
-    step: int
-    idle: float
+    beat: Beat
     line: str
-    communication: str | None
-    pending: list[str]
-    workers: list[str]
-    ran: list[str]
-
-    @property
-    def beat(self) -> Beat:
-        """The rank's position."""
-        return Beat(self.phase, self.step, self.idle)
-
-    @property
-    def waits_for(self) -> str | None:
-        """The oldest operation over MPI that has not finished, else the one that the stack shows."""
-        return self.pending[0] if self.communication and self.pending else self.communication
-
-    def as_json(self) -> str:
-        """The JSON text for the store."""
-        return json.dumps(asdict(self))
+    waits_for: str | None
+    loading: list[str]
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> RankStatus:
-        """Raises ValueError or TypeError for anything else."""
-        return cls(**json.loads(text))
+    def from_json(cls, text: bytes) -> RankStatus:
+        """The status in the store, as json.dumps has written it."""
+        rank, node, beat, *more = json.loads(text)
+        return cls(rank, node, Beat(*beat), *more)
 
 
-def beat_of(position: Position, number: int) -> Beat:
+def beat_of(position: Position) -> Beat:
     """This rank's heartbeat."""
-    return Beat(position.phase, position.step, position.idle, number)
+    return Beat(position.phase, position.step, position.idle)
 
 
 def status_of(identity: Identity, position: Position) -> RankStatus:
     """This rank's status."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
-    communication = spot.communication
-    if communication == UNNAMED:
-        communication = next(iter(unfinished()), UNNAMED)
-    workers = _loading() if position.phase.removesuffix(COMPILING) in _LOADING else []
-    return RankStatus(
-        identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, communication,
-        _pending(), workers, position.blocks(),
-    )  # fmt: skip
+    waits_for = spot.communication
+    if waits_for is not None:  # the oldest operation over MPI that has not finished says more than the stack
+        engine: Any = sys.modules.get("hpctrain.mpi.process_group.engine")
+        recorded = unfinished() if waits_for == UNNAMED else []
+        waits_for = next(iter([*(engine.in_flight() if engine else ()), *recorded]), waits_for)
+    loading = _loading() if position.phase.removesuffix(COMPILING) in _LOADING else []
+    return RankStatus(identity.rank, identity.node, beat_of(position), spot.line, waits_for, loading)
 
 
 def _loading() -> list[str]:
     """The lines at which processes load samples, and at which this process's thread does."""
-    processes = dict.fromkeys(filter(None, map(worker_line, worker_stacks().values())))
     threads = [line for one in threading.enumerate() if one.name == LOADER and (line := loading_line(one.ident))]
-    return [f"{what} is at {line}" for what, lines in ((_PROCESS, processes), (_THREAD, threads)) for line in lines]
-
-
-def _pending() -> list[str]:
-    mpi: ModuleType | Any = sys.modules.get("hpctrain.mpi.process_group.engine")
-    return [] if mpi is None else list(mpi.in_flight())
+    lines = {"a process that loads samples": worker_lines(), "the thread that loads samples": threads}
+    return [f"{who} is at {line}" for who, of_kind in lines.items() for line in of_kind]

@@ -1,56 +1,45 @@
 """Every rank's thread of the watchdog: it sends heartbeats, answers rank 0's questions, and ends the process when rank 0 says so.
 
-It talks over a store connection of its own, so it works while the ranks wait in a collective.
+It talks over connections of its own to the guarded store, so it works while the ranks wait in a collective. They are in Python:
+Python ends a thread that still waits when the program ends, and in C++, such as torch's stores, this would abort the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
-import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from hpctrain.base.devices import is_started
 from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
-from hpctrain.ranks.watchdog.channel import open_channel
 from hpctrain.ranks.watchdog.position import END, Position
-from hpctrain.ranks.watchdog.recorder import nccl_report, unfinished
-from hpctrain.ranks.watchdog.stacks import all_stacks
+from hpctrain.ranks.watchdog.stacks import all_stacks, unfinished
 from hpctrain.ranks.watchdog.status import RankStatus, beat_of, status_of
-from hpctrain.ranks.watchdog.workers import worker_stacks
 
 LOG = logging.getLogger("hpctrain")
 
+# the interval of a rank's heartbeats: at least so many seconds, at most this share of the limit, so many ranks served a second
 _SHORTEST, _LONGEST_SHARE, _RANKS_PER_SECOND = 0.1, 10, 25
-"""Limits of the interval of a rank's heartbeats: at least so many seconds, at most this share of the limit, so many ranks
-served a second."""
-_LEAVING = 10
-"""Seconds for this process to end, by Abort under MPI, before the system ends it."""
-_FINISHING = 10.0
-"""Seconds after the end of rank 0's store within which this rank may reach the end of its training."""
-_NATIVE = 20.0
-"""Seconds for py-spy."""
-_LOGGING = 2.0
-"""Seconds for writing into the log."""
-_SUSPENDED = 15.0
-"""Seconds by which a wait may end too late, or half of the limit if that is more: then the process was suspended."""
-_DIAGNOSING = 10.0
-"""Seconds for rank 0 to find out who is missing."""
-_SAYING_SO = 1.0
-"""Seconds for a failing rank to say so; the others notice its closed connections at once."""
+_PATIENCE = 5.0  # seconds for an answer of the store: rank 0 may hold the interpreter lock
+_LEAVING = 10  # seconds for this process to end, by Abort under MPI, before the system ends it
+_FINISHING = 10.0  # seconds after the end of rank 0's store within which this rank may reach the end of its training
+_LOGGING = 2.0  # seconds for writing into the log
+_SUSPENDED = 15.0  # seconds by which a wait may end too late, or half of the limit if that is more: then we were suspended
+_DIAGNOSING = 10.0  # seconds for rank 0 to find out who is missing
+_SAYING_SO = 1.0  # seconds for a failing rank to say so; the others notice its closed connections at once
 IGNORED = "alarm/ignored"
 """The key with which rank 0 answers an alarm that it does not look into."""
 
@@ -67,11 +56,9 @@ class Watcher:
         """limit: seconds that a phase, or a rank without a heartbeat, may take."""
         self.identity, self.position, self.limit = world.identity, position, limit
         self.interval = interval_of(limit, world.identity.size)
-        self.channel = open_channel(world)
-        self.channel.set(f"node/{world.identity.rank}", world.identity.node)
-        self._world = world
-        self._beats_sent, self._orders = 0, 0
+        self.store = None if world.guarded is None else world.guarded.another(_PATIENCE)
         self.closing = threading.Event()
+        self._world, self._orders = world, 0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -87,18 +74,14 @@ class Watcher:
 
         Returns if that is for a reason which another rank tells, or if rank 0 does not answer in time; else the process ends.
         """
-        self.channel.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
-        self.channel.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
+        assert self.store is not None  # there are several ranks
+        self.store.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
+        self.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
 
     def another_reason(self) -> bool:
         """Whether a rank fails with an error of its own; waits for it to say so."""
         time.sleep(_SAYING_SO)
         return self._world.store.check(["failed"])
-
-    def beat(self) -> None:
-        """Send a heartbeat."""
-        self._beats_sent += 1
-        self.channel.set(f"beat/{self.identity.rank}", beat_of(self.position, self._beats_sent).as_json())
 
     def wake(self) -> None:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
@@ -112,7 +95,8 @@ class Watcher:
         try:
             self._watch()
         finally:
-            self.channel.close()
+            if self.store is not None:
+                self.store.close()
 
     def _watch(self) -> None:
         heard = time.monotonic()
@@ -134,30 +118,38 @@ class Watcher:
 
     def turn(self) -> None:
         """Send a heartbeat, and take the next order if there is one. Raises DistNetworkError if rank 0 does not answer."""
-        self.beat()
+        assert self.store is not None
+        self.store.set(f"beat/{self.identity.rank}", json.dumps(beat_of(self.position)))
         key = f"order/{self._orders + 1}"
         if self.comes(key, self.interval):
-            order = json.loads(self.channel.get([key])[0])
             self._orders += 1
-            self.obey(order)
+            self._obey(json.loads(self.store.get(key)))
 
     def comes(self, key: str, seconds: float) -> bool:
-        """Whether the key is set within so many seconds."""
+        """Whether the key is set within so many seconds; never for a rank alone."""
         begin = time.monotonic()
-        found = self.channel.comes(key, seconds)
-        if time.monotonic() - begin > seconds + max(_SUSPENDED, self.limit / 2):
-            self.wake()
-        return found
+        try:
+            if self.store is None:
+                self.closing.wait(seconds)
+                return False
+            self.store.wait([key], timedelta(seconds=seconds))
+            return True
+        except dist.DistStoreError:
+            return False
+        finally:
+            if time.monotonic() - begin > seconds + max(_SUSPENDED, self.limit / 2):
+                self.wake()
 
-    def obey(self, order: dict[str, object]) -> None:
+    def _obey(self, order: Mapping[str, Any]) -> None:
         """Tell where this rank is, or end."""
-        if order["kind"] == "tell":
-            self.channel.set(f"status/{order['number']}/{self.identity.rank}", self.status().as_json())
+        assert self.store is not None
+        if "number" in order:
+            self.store.set(f"status/{order['number']}/{self.identity.rank}", json.dumps(self.status()))
             if order["stacks"]:
                 aside(log_stacks)
         else:
-            self.channel.set(f"ending/{self.identity.rank}", "")
-            self.end(int(str(order["code"])))
+            self.store.set(f"ending/{self.identity.rank}", "")
+            self.end(order["code"])
 
     def end(self, code: int) -> NoReturn:
         """End this process, whatever its main thread waits for."""
@@ -180,32 +172,27 @@ class Watcher:
         self.end(EXIT_TRAINING)
 
 
-def aside(work: Callable[[], None], seconds: float = _LOGGING) -> None:
+def end_waiting_ranks(world: World, code: int) -> None:
+    """Have the ranks end with `code` that do not notice this one's failure: a wait in NCCL lasts until its own limit."""
+    store = world.guarded
+    assert store is not None  # there are several ranks
+    with contextlib.suppress(RuntimeError):  # rank 0 has ended
+        if world.identity.rank == 0:  # its Monitor, which gives the orders else, has ended
+            keys = (f"order/{number}" for number in itertools.count(1))
+            store.set(next(key for key in keys if not store.check([key])), json.dumps({"code": code}))
+        else:
+            store.set("alarm", json.dumps({"code": code}))
+
+
+def aside(work: Callable[[], None]) -> None:
     """Do `work` that may block, on a thread of its own: a hung file system must not stop the watchdog."""
     thread = threading.Thread(target=work, name="watchdog's log", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(_LOGGING)
 
 
 def log_stacks() -> None:
-    """Write all Python stacks into this rank's log, the native ones with py-spy, and the operations that have not ended."""
+    """Write all Python stacks into this rank's log, and the operations that have not ended."""
     LOG.info("the watchdog asks for all stacks\n%s", all_stacks())
-    for process, stack in worker_stacks().items():
-        LOG.info("process %d, which loads samples\n%s", process, stack)
-    spy = shutil.which("py-spy")
-    if spy is not None:
-        words = [spy, "dump", "--native", "--pid", str(os.getpid())]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_NATIVE, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.SubprocessError) as error:
-            LOG.info("py-spy failed: %s", error)
-        else:
-            LOG.info("py-spy, exit %d\n%s%s", done.returncode, done.stdout, done.stderr)
     operations = unfinished()
     LOG.info("operations that have not ended: %d%s", len(operations), "".join(f"\n{one}" for one in operations))
-
-
-def log_nccl() -> None:
-    """Write NCCL's report of all ranks into this rank's log."""
-    if is_started() and (report := nccl_report()) is not None:
-        LOG.info("NCCL's report\n%s", report)

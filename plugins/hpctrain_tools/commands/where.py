@@ -8,8 +8,8 @@ import click
 
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example, say
-from hpctrain.ranks.watchdog.queries import ask
 from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.runs.asking import ask
 
 
 @click.command("where", epilog=example("hpctrain where runs/gpt"))

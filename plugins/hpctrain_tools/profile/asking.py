@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.ranks.watchdog.queries import Asked, ask, asked, silence
 from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, escaped, say
 from hpctrain_tools.profile.layout import REQUEST
+from hpctrain_tools.runs.asking import Asked, ask, asked, silence
 
 _WHERE = 15.0
 """Seconds for a job that may hang to say where its ranks stand."""

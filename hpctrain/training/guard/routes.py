@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from functools import reduce
 from operator import or_
 
-from hpctrain.ranks.meeting import World
-from hpctrain.ranks.watchdog.position import Position
-
 _SHOWN = 4
-_ANSWERING = timedelta(seconds=2)
-"""Other ranks whose communication has failed, too, answer at once."""
 
 
 def parted(ran: Mapping[int, Sequence[str]]) -> str | None:
@@ -34,19 +26,3 @@ def parted(ran: Mapping[int, Sequence[str]]) -> str | None:
         f"ranks ran different blocks of the model ({'; '.join(told)}), whose parameters they gather together; expected the same on "
         "all: let ranks draw alike what decides (LayerDrop: a generator with one seed), or use [sharding] stage 2"
     )
-
-
-def parted_in_failure(world: World, position: Position) -> str | None:
-    """The sentence of `parted`, where communication has failed on this rank and on others."""
-    mine = position.blocks()
-    if not mine or world.identity.size == 1:
-        return None
-    keys = {f"ran/{rank}": rank for rank in range(world.identity.size)}
-    with suppress(RuntimeError):
-        world.tell("ran", mine)
-        world.store.wait(list(keys), _ANSWERING)
-    with suppress(RuntimeError):  # of a store that has gone with rank 0
-        return parted(
-            {rank: json.loads(world.store.get(key)) for key, rank in keys.items() if world.store.check([key])}
-        )
-    return None
