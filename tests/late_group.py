@@ -20,8 +20,8 @@ from torch.futures import Future
 
 from hpctrain.base.torch_groups import WrappingWork
 from hpctrain.contracts.model import tensors_in
+from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.process_group.group import MPIProcessGroup
-from hpctrain.mpi.process_group.work import settle
 from hpctrain.mpi.transfer.buffers import overlap
 
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")

@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,22 +21,10 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.mpi.all_ranks import world
 from hpctrain.mpi.library import MPI, abort
 
-
-class Group(Protocol):
-    """The part of a process group that matters at exit."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether MPI still holds an operation that this process has given up."""
-
-    def finish(self) -> None:
-        """Wait for all submitted operations."""
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of MPIProcessGroup
 
 
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-def finish_at_exit(group: Group) -> None:
+def finish_at_exit(group: Any) -> None:
     """Wait for the group's operations at exit."""
     _groups.add(group)
 

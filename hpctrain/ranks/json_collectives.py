@@ -101,7 +101,7 @@ def attempt(action: Callable[[], T]) -> Outcome[T]:
 
 def gather_outcomes(outcome: Outcome[Any], group: dist.ProcessGroup) -> Outcome[list[Any]]:
     """Gather on rank 0 every rank's value in rank order, or the exception of the lowest failing rank; elsewhere []."""
-    content, lengths = _padded(_encode(outcome), group)
+    content, lengths = _padded(_text(_pair(outcome)), group)
     received = [torch.empty_like(content) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(content, received, group=group, group_dst=0)
     found = [_opened(_decode(one, length)) for one, length in zip(received or [], lengths, strict=False)]
@@ -112,7 +112,8 @@ def scatter_outcomes(outcome: Outcome[Sequence[Any]], group: dist.ProcessGroup) 
     """Rank i's item of rank 0's values; rank 0's exception is raised on all. The other ranks' argument isn't used."""
     parts: list[str] = []
     if group.rank() == 0:
-        parts = [_encode(outcome if isinstance(outcome, Exception) else outcome[rank]) for rank in range(group.size())]
+        each = [outcome] * group.size() if isinstance(outcome, Exception) else outcome
+        parts = [_text(_pair(one)) for one in each]
     most = torch.tensor(max((len(part) for part in parts), default=0))
     dist.broadcast(most, group=group, group_src=0)
     mine = torch.empty(int(most), dtype=torch.uint8)
@@ -122,20 +123,14 @@ def scatter_outcomes(outcome: Outcome[Sequence[Any]], group: dist.ProcessGroup) 
 
 def agree(outcome: Outcome[Any], group: dist.ProcessGroup) -> Any:
     """Rank 0's value on all ranks, or its exception raised on all. The other ranks' argument isn't used."""
-    content, lengths = _padded(_encode(outcome) if group.rank() == 0 else "", group)
-    dist.broadcast(content, group=group, group_src=0)
-    return raised(_opened(_decode(content, lengths[0])))
+    return raised(_opened(broadcast_value(_pair(outcome) if group.rank() == 0 else None, group)))
 
 
 def lowest_error(outcome: Outcome[T], group: dist.ProcessGroup) -> Outcome[T]:
     """This rank's own outcome if all ranks have a value, else the lowest failing rank's exception."""
-    failed = torch.tensor(int(isinstance(outcome, Exception)))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if not failed.item():
-        return outcome
-    found = gather_values(_fields(outcome) if isinstance(outcome, Exception) else None, group)
-    rank = next(rank for rank, fields in enumerate(found) if fields is not None)
-    return outcome if rank == group.rank() else _error(found[rank])
+    failures = gather_values(_fields(outcome) if isinstance(outcome, Exception) else None, group)
+    rank = next((rank for rank, fields in enumerate(failures) if fields is not None), group.rank())
+    return outcome if rank == group.rank() else _error(failures[rank])
 
 
 def survey(group: dist.ProcessGroup, action: Callable[[], T]) -> Outcome[T]:
@@ -200,8 +195,9 @@ def _decode(content: Tensor, length: int) -> Any:
     return decode(json.loads(bytes(content[:length].numpy())))
 
 
-def _encode(outcome: Outcome[Any]) -> str:
-    return _text([_fields(outcome), None] if isinstance(outcome, Exception) else [None, outcome])
+def _pair(outcome: Outcome[Any]) -> list[Any]:
+    """The fields of an exception, and a value: one of the two is None."""
+    return [_fields(outcome), None] if isinstance(outcome, Exception) else [None, outcome]
 
 
 def _opened(content: list[Any]) -> Outcome[Any]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened, same_memory
+from hpctrain.mpi.transfer.channel import SMALL
 from hpctrain.mpi.transfer.node import OUTBOX, NodeMemory
 
 # From this many bytes per rank on, one copy by the system is faster than two through the outboxes.

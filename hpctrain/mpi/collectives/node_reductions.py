@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from hpctrain.mpi.collectives.arithmetic import Reduction
-from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened
+from hpctrain.mpi.transfer.channel import SMALL
 from hpctrain.mpi.transfer.node import OUTBOX, NodeMemory
 
 _ALIGNMENT = 64  # elements

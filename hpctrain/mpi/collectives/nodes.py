@@ -18,8 +18,7 @@ from hpctrain.mpi.collectives import node_moves, node_reductions
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import WithNode
-from hpctrain.mpi.collectives.protocol import SMALL
-from hpctrain.mpi.transfer.channel import Channel
+from hpctrain.mpi.transfer.channel import SMALL, Channel
 from hpctrain.mpi.transfer.node import NodeMemory
 
 

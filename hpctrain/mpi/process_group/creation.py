@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,12 +13,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import world
-from hpctrain.mpi.collectives.choice import choose
+from hpctrain.mpi.all_ranks import gather_json, on_all, world
+from hpctrain.mpi.collectives.network import OverNetwork
+from hpctrain.mpi.collectives.node import OverNode
+from hpctrain.mpi.collectives.nodes import OverNodes
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
+from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
+from hpctrain.mpi.transfer.node import NodeMemory
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.watch import OperationWatch
 
@@ -49,7 +54,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     comm = everyone.Create_group(everyone.group.Incl(ranks), tag)
     presence = Presence(store, options.group_rank, ranks, options.group_id)
     watch = OperationWatch(presence)
-    collectives = choose(Channel(comm, watch), watch, settings)
+    collectives = _choose(Channel(comm, watch), watch, settings)
     group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
     leaving.finish_at_exit(group)
     return group
@@ -68,3 +73,40 @@ def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeou
             f"group {name!r} of {name_ranks(ranks)} was not complete within {timeout.total_seconds():g} s: "
             f"{name_ranks(missing)} did not create it; new_group must be called by all ranks, in the same order"
         ) from error
+
+
+def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> OverNetwork:
+    """The node's memory if all ranks share a node, two levels if every node has as many ranks, else MPI: the same on all ranks.
+    Collective."""
+    comm = channel.comm
+    if comm.size == 1 or not settings.shared_memory:
+        return OverNetwork(channel)
+    if settings.ranks_per_node is None:
+        local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    else:
+        local = comm.Split(world().rank // settings.ranks_per_node, comm.rank)
+    members = sorted({tuple(ranks) for ranks in gather_json(comm, gather_json(local, comm.rank))})
+    wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
+        len(members) == 1 or settings.hierarchical
+    )
+    node = _create_node(comm, local, watch) if wanted else None
+    if node is None:
+        local.Free()
+        return OverNetwork(channel)
+    if len(members) == 1:
+        return OverNode(channel, node)
+    mine = next(i for i, ranks in enumerate(members) if comm.rank in ranks)
+    rail = Channel(comm.Split(node.rank, mine), watch)
+    return OverNodes(channel, node, rail, [list(ranks) for ranks in members])
+
+
+def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
+    node = NodeMemory.create(local, watch)
+    if on_all(comm, node is not None):
+        return node
+    if comm.rank == 0:
+        warnings.warn(
+            "ranks of one node cannot map each other's memory here; their data goes through MPI, which is slower",
+            stacklevel=2,
+        )
+    return None

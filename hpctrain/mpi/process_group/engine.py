@@ -1,4 +1,4 @@
-"""Runs a group's collective operations one after the other, in the order in which they were submitted.
+"""Runs a group's collective operations one after the other, in the order in which they were submitted, and has their handles.
 
 If nothing is queued before it, an operation runs in the thread that waits for it, which saves two thread switches.
 Otherwise it runs in the group's worker thread, so that communication overlaps with the backward pass.
@@ -12,23 +12,27 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.base import accounting
 from hpctrain.base.torch_private import DisableTorchDispatch
-from hpctrain.mpi.collectives.protocol import Collectives
+from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.process_group.work import MPIWork, Run, settle
 from hpctrain.mpi.transfer.operation import Operation
 from hpctrain.mpi.transfer.watch import OperationWatch
 
 # After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds
+
+Run = Callable[[OverNetwork], None]
+"""Performs an operation; the calling thread or the group's worker calls it once."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -41,7 +45,7 @@ def in_flight() -> list[str]:
 class Engine:
     """The order of one group's collectives, and the thread that runs them in the background."""
 
-    def __init__(self, collectives: Collectives, watch: OperationWatch, name: str) -> None:
+    def __init__(self, collectives: OverNetwork, watch: OperationWatch, name: str) -> None:
         self._collectives, self._watch = collectives, watch
         self._name, self.group = name, watch.presence.group_name
         self._changed = threading.Condition()
@@ -206,3 +210,79 @@ class Engine:
             work, future = item
             settle(future, work.wait, work.result)
             del item, work, future
+
+
+class MPIWork(Work):
+    """The handle of the group's `number`-th collective operation. Thread-safe."""
+
+    def __init__(self, engine: Engine, operation: Operation, run: Run, result: Any, number: int) -> None:
+        """result: the value of `result()` and of the future."""
+        super().__init__()
+        self.operation, self.run, self.number = operation, run, number
+        self._engine, self._result = engine, result
+        self._done = False
+        self._error: BaseException | None = None
+        # A lock, held until the operation has finished, is cheaper than an Event.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._future: Future[Any] | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, by the thread that ran the operation."""
+        self._error = error
+        self._done = True
+        self._running.release()
+
+    # The names below are torch's.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the operation has finished, or raise its error.
+
+        timeout: zero means the group's timeout.
+        """
+        if not self._done:
+            start = time.perf_counter()
+            limit = timeout.total_seconds()
+            self._engine.wait(self, limit if limit > 0 else None)
+            accounting.record_wait(self._engine.group, self.operation.name, time.perf_counter() - start)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def join(self, seconds: float) -> bool:
+        """Wait at most `seconds`; return whether the operation has finished."""
+        if self._running.acquire(timeout=max(seconds, 0.0)):
+            self._running.release()
+        return self._done
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors. Its callbacks run in a thread of their own."""
+        if self._future is None:
+            self._future = Future()
+            self._engine.complete(self, self._future)
+        return self._future
+
+
+def settle(future: Future[Any], wait: Callable[[], bool], result: Callable[[], Any]) -> None:
+    """Set a future to the result or the error of a wait."""
+    try:
+        wait()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result())

@@ -5,26 +5,71 @@ The method names are torch's, those of C++'s c10d::ProcessGroup and of torch.dis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllToAllOptions, BarrierOptions, BroadcastOptions
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from torch.distributed.distributed_c10d import Work
 
-from hpctrain.mpi.collectives.protocol import Collectives
-from hpctrain.mpi.process_group.base import apart, into
-from hpctrain.mpi.process_group.checks import check_list, check_own_part, check_root, outputs_of, split_sizes, views_of
-from hpctrain.mpi.process_group.gathering import Gathering
-from hpctrain.mpi.process_group.messages import ANY_SOURCE
-from hpctrain.mpi.process_group.reductions import Reductions
-from hpctrain.mpi.settings import BACKEND
-from hpctrain.mpi.transfer.buffers import overlap, plain
+from hpctrain.base.torch_groups import AllgatherOptions, PythonGroup
+from hpctrain.base.torch_private import sparse_nbytes
+from hpctrain.mpi.collectives import sparse
+from hpctrain.mpi.collectives.arithmetic import Reduction
+from hpctrain.mpi.collectives.network import OverNetwork
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group.checks import (
+    check_list,
+    check_own_part,
+    check_root,
+    check_size,
+    outputs_of,
+    split_sizes,
+    views_of,
+)
+from hpctrain.mpi.process_group.engine import Engine, MPIWork, Run
+from hpctrain.mpi.process_group.messages import ANY_SOURCE, Messages
+from hpctrain.mpi.settings import BACKEND, Settings
+from hpctrain.mpi.transfer.buffers import overlap, plain, plain_like, same_memory
+from hpctrain.mpi.transfer.operation import Operation
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 
-class MPIProcessGroup(Reductions, Gathering):
+class MPIProcessGroup(PythonGroup):
     """A group of ranks that communicates over one MPI communicator."""
+
+    def __init__(
+        self,
+        collectives: OverNetwork,
+        comm: MPI.Comm,
+        watch: OperationWatch,
+        settings: Settings,
+        name: str,
+        timeout: timedelta,
+    ) -> None:
+        """comm: for messages between two ranks."""
+        super().__init__(collectives.rank, collectives.size)
+        self._rank, self._size = collectives.rank, collectives.size
+        self._collectives, self._presence = collectives, watch.presence
+        self.settings = settings
+        self._name = name
+        self._timeout = timeout.total_seconds()
+        self._engine = Engine(collectives, watch, self._presence.group)
+        self._messages = Messages(comm, self._presence, self._timeout)
 
     # Properties that torch reads.
 
@@ -62,6 +107,182 @@ class MPIProcessGroup(Reductions, Gathering):
         """Whether MPI still holds an operation that this process has given up."""
         return self._engine.broken is not None or self._engine.abandoned or self._messages.broken is not None
 
+    # Reductions.
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # type: ignore[override]
+        opts = opts or AllreduceOptions()
+        if tensors[0].layout != torch.strided:
+            return self._sparse_all_reduce(tensors, opts)
+        views = outputs_of(tensors)
+        reduce = self._reduction(opts.reduceOp, views)
+
+        def run(collectives: OverNetwork) -> None:
+            for view in views:
+                buffer = plain(view)
+                collectives.all_reduce(buffer, reduce)
+                if buffer is not view:
+                    view.copy_(buffer)
+
+        return self._submit("all_reduce", run, list(tensors), views, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None) -> Work:
+        return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
+
+    def _sparse_all_reduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions) -> Work:
+        views = views_of(tensors)
+        for view in views:
+            sparse.check(view, opts.reduceOp)
+
+        def run(collectives: OverNetwork) -> None:
+            for view in views:
+                collectives.sparse_all_reduce(view, opts.reduceOp)
+
+        nbytes = sum(sparse_nbytes(view) for view in views)
+        return self._submit(
+            "sparse_all_reduce", run, list(tensors), views, opts, nbytes=nbytes, agreed=0, meet_first=True
+        )
+
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
+        root = check_root(opts.rootRank, self._size)
+        views = outputs_of(tensors) if self._rank == root else views_of(tensors)
+        reduce = self._reduction(opts.reduceOp, views)
+
+        def run(collectives: OverNetwork) -> None:
+            for view in views:
+                buffer = plain(view)
+                collectives.reduce(buffer, reduce, root)
+                if buffer is not view and collectives.rank == root:
+                    view.copy_(buffer)
+
+        return self._submit("reduce", run, list(tensors), views, opts, meet_first=True)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        opts = opts or ReduceScatterOptions()
+        targets, inputs = outputs_of(outputs), views_of(tensors)
+        reduce = self._reduction(opts.reduceOp, inputs)
+        for target, source in zip(targets, inputs, strict=True):
+            check_size("input", source, "the output", target, self._size)
+
+        def run(collectives: OverNetwork) -> None:
+            for target, source in zip(targets, inputs, strict=True):
+                buffer = plain_like(target)
+                collectives.reduce_scatter_single(buffer, plain(source), reduce)
+                if buffer is not target:
+                    target.copy_(buffer)
+
+        return self._submit("reduce_scatter_tensor", run, list(outputs), inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        opts = opts or ReduceScatterOptions()
+        targets = outputs_of(outputs)
+        reduce = self._reduction(opts.reduceOp, targets)
+        lists = [views_of(tensors) for tensors in inputs]
+        for target, sources in zip(targets, lists, strict=True):
+            check_list("inputs", sources, target, self._size)
+
+        def run(collectives: OverNetwork) -> None:
+            for target, sources in zip(targets, lists, strict=True):
+                buffer = plain_like(target)
+                parts = [apart(plain(source), buffer) for source in sources]
+                collectives.reduce_scatter(buffer, parts, reduce)
+                if buffer is not target:
+                    target.copy_(buffer)
+
+        sources = [source for tensors in lists for source in tensors]
+        return self._submit("reduce_scatter", run, list(outputs), sources, opts, meet_first=True)
+
+    def _reduction(self, op: ReduceOp | ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction:
+        return Reduction.of(op, tensors[0].dtype, self._size)
+
+    # Gathers and scatters.
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None) -> Work:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        opts = opts or AllgatherOptions()
+        targets, sources = outputs_of(outputs), views_of(tensors)
+        for target, source in zip(targets, sources, strict=True):
+            check_size("output", target, "the input", source, self._size)
+
+        def run(collectives: OverNetwork) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                buffer = plain_like(target)
+                collectives.all_gather_single(buffer, plain(source))
+                if buffer is not target:
+                    target.copy_(buffer)
+
+        return self._submit("all_gather_into_tensor", run, list(outputs), sources, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def allgather(  # type: ignore[override]
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        opts = opts or AllgatherOptions()
+        sources, lists = views_of(tensors), [outputs_of(targets) for targets in outputs]
+        for targets, source in zip(lists, sources, strict=True):
+            check_list("outputs", targets, source, self._size, any_size=True)
+            check_own_part(targets[self._rank], source)
+        # Every rank passes all outputs, so all ranks agree on whether the sizes differ.
+        even = all(target.nbytes == targets[0].nbytes for targets in lists for target in targets)
+
+        def run(collectives: OverNetwork) -> None:
+            for targets, source in zip(lists, sources, strict=True):
+                into(targets, partial(_all_gather, collectives, plain(source), even))
+
+        result = [list(targets) for targets in outputs]
+        agreed = None if even else 0
+        return self._submit("all_gather", run, result, sources, opts, agreed=agreed, meet_first=not even)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        # torch's lists are per rank here, per tensor in allgather.
+        return self.allgather(list(zip(*outputs, strict=True)), tensors, opts)
+
+    def gather(  # type: ignore[override]
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: GatherOptions
+    ) -> Work:
+        root = check_root(opts.rootRank, self._size)
+        source = views_of(tensors)[0]
+        targets = outputs_of(outputs[0]) if self._rank == root else []
+        if self._rank == root:
+            check_list("outputs", targets, source, self._size)
+
+        def run(collectives: OverNetwork) -> None:
+            into(targets, lambda buffers: collectives.gather(buffers, plain(source), root))
+
+        return self._submit("gather", run, [list(o) for o in outputs], [source], opts, meet_first=True)
+
+    def scatter(  # type: ignore[override]
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions
+    ) -> Work:
+        root = check_root(opts.rootRank, self._size)
+        targets = outputs_of(outputs)
+        sources = views_of(inputs[0]) if self._rank == root else []
+        if self._rank == root:
+            check_list("inputs", sources, targets[0], self._size)
+
+        def run(collectives: OverNetwork) -> None:
+            into(
+                targets,
+                lambda b: collectives.scatter(b[0], [apart(plain(s), b[0]) for s in sources], root),
+            )
+
+        return self._submit("scatter", run, list(outputs), targets, opts, meet_first=True)
+
     # One to all, all to all.
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # type: ignore[override]
@@ -69,7 +290,7 @@ class MPIProcessGroup(Reductions, Gathering):
         is_root = self._rank == root
         views = views_of(tensors) if is_root else outputs_of(tensors)
 
-        def run(collectives: Collectives) -> None:
+        def run(collectives: OverNetwork) -> None:
             for view in views:
                 buffer = plain(view)
                 collectives.broadcast(buffer, root)
@@ -93,7 +314,7 @@ class MPIProcessGroup(Reductions, Gathering):
         own = self._rank
         check_own_part(torch.split(target, output_sizes)[own], torch.split(source, input_sizes)[own])
 
-        def run(collectives: Collectives) -> None:
+        def run(collectives: OverNetwork) -> None:
             def move(buffers: Sequence[Tensor]) -> None:
                 parts = torch.split(apart(plain(source), buffers[0]), input_sizes)
                 collectives.all_to_all(torch.split(buffers[0], output_sizes), parts, even=even)
@@ -113,7 +334,7 @@ class MPIProcessGroup(Reductions, Gathering):
         check_list("inputs", sources, targets[0], self._size, any_size=True)
         check_own_part(targets[self._rank], sources[self._rank])
 
-        def run(collectives: Collectives) -> None:
+        def run(collectives: OverNetwork) -> None:
             def move(buffers: Sequence[Tensor]) -> None:
                 parts = [plain(source) for source in sources]
                 if any(overlap(part, buffer) for part in parts for buffer in buffers):
@@ -141,7 +362,7 @@ class MPIProcessGroup(Reductions, Gathering):
         opts = BarrierOptions()
         opts.asyncOp = False
 
-        def run(collectives: Collectives) -> None:
+        def run(collectives: OverNetwork) -> None:
             allocated.append(collectives.allocate(nbytes))
 
         self._submit("allocate", run, None, [], opts, agreed=nbytes, meet_first=True).wait()
@@ -157,3 +378,51 @@ class MPIProcessGroup(Reductions, Gathering):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         return self._messages.receive(outputs_of(tensors), ANY_SOURCE, tag)
+
+    def _submit(
+        self,
+        name: str,
+        run: Run,
+        result: Any,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        *,
+        nbytes: int | None = None,
+        agreed: int | None = None,
+        meet_first: bool = False,
+    ) -> MPIWork:
+        """tensors: this rank's input. agreed: the size that must be equal on all ranks; None: the size of `tensors`."""
+        if nbytes is None:
+            nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
+        if agreed is None:
+            agreed = nbytes
+        timeout = opts.timeout.total_seconds() if opts is not None else -1.0
+        operation = Operation(
+            name=name,
+            nbytes=nbytes,
+            agreed_bytes=agreed,
+            dtype=tensors[0].dtype if tensors else torch.uint8,
+            meet_first=meet_first,
+            timeout=timeout if timeout > 0 else self._timeout,
+        )
+        return self._engine.submit(operation, run, result, asynchronous=opts is None or opts.asyncOp)
+
+
+def apart(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """The tensor, or a copy of it if it shares memory with the receive buffer."""
+    return tensor.clone() if overlap(tensor, buffer) else tensor
+
+
+def into(targets: Sequence[Tensor], move: Callable[[Sequence[Tensor]], None]) -> None:
+    """Receive into the targets, through temporaries where they are not contiguous."""
+    buffers = [plain_like(target) for target in targets]
+    move(buffers)
+    for buffer, target in zip(buffers, targets, strict=True):
+        if buffer is not target:
+            target.copy_(buffer)
+
+
+def _all_gather(collectives: OverNetwork, mine: Tensor, even: bool, buffers: Sequence[Tensor]) -> None:
+    if not same_memory(mine, buffers[collectives.rank]) and any(overlap(mine, buffer) for buffer in buffers):
+        mine = mine.clone()
+    collectives.all_gather(buffers, mine, even=even)

@@ -21,7 +21,7 @@ from hpctrain.base import accounting
 from hpctrain.base.torch_groups import PythonMessageWork
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
-from hpctrain.mpi.process_group.work import settle
+from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.transfer.buffers import message, plain_like
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.waiting import Patience, wait_until

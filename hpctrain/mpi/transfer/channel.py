@@ -15,6 +15,9 @@ from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.transfer.buffers import message
 from hpctrain.mpi.transfer.watch import OperationWatch
 
+SMALL = 256 * 1024
+"""Bytes over all ranks up to which a message is gathered in full: one exchange instead of two."""
+
 
 class Channel:
     """A communicator, used by one thread at a time."""
