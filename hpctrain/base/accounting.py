@@ -63,8 +63,7 @@ class _Waited(threading.local):
 _WAITED = _Waited()
 _lock = threading.Lock()
 _blocked_seconds = 0.0
-_totals: dict[tuple[str, str], list[float]] = {}
-"""Calls, bytes, seconds and blocked seconds by group and operation."""
+_totals: dict[tuple[str, str], list[float]] = {}  # calls, bytes, seconds and blocked seconds by group and operation
 
 
 def waited() -> float:

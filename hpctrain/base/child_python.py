@@ -11,11 +11,11 @@ from multiprocessing import util
 
 __all__ = ["python_code", "python_module"]
 
+# A statement that does what `-P` does, which Python has from 3.11 on
 _AWAY = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
-"""A statement that does what `-P` does, which Python has from 3.11 on."""
 _AS_MODULE = f"{_AWAY}del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+# A program of a child of `multiprocessing`, whose own follows behind another -c
 _THEN = f"{_AWAY}code = sys.argv[2]; del sys.argv[1:3]; exec(code)"
-"""A program of a child of `multiprocessing`, whose own follows behind another -c."""
 
 
 def guard_multiprocessing() -> None:

@@ -22,8 +22,8 @@ import torch
 
 __all__ = ["nccl_version"]
 
+# files of drivers, the vendor, and what torch must be built with
 _SYSTEM_FILES = (("/dev/nvidia0", "an NVIDIA GPU", "CUDA"), ("/dev/kfd", "an AMD GPU", "ROCm"))
-"""Files of drivers, the vendor, and what torch must be built with."""
 
 
 def accelerator() -> torch.device | None:

@@ -6,7 +6,6 @@ Generators belong to the process, so code of the data runs where nothing else dr
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,82 +20,62 @@ import torch
 T = TypeVar("T")
 Name = tuple[object, ...]
 
-_GLOBAL = 3
-"""Python's, NumPy's and torch's."""
+_GLOBAL = 3  # Python's, NumPy's and torch's
 _LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, torch.Tensor, type, ModuleType, FunctionType)
+# how deep a data set is searched for generators of its own, in how many objects, and in how long lists
 _DEPTH, _OBJECTS, _ENTRIES = 6, 1000, 64
-"""How deep a data set is searched for generators of its own, in how many objects, and in how long lists."""
 
 
 class Generator(NamedTuple):
-    """A random generator. look: something cheap that differs after a draw; `restore` takes it, too."""
+    """A random generator. state: comparable."""
 
-    look: Callable[[], Any]
     state: Callable[[], Any]
     restore: Callable[[Any], object]
     seed: Callable[[int], object]
 
 
-def _python(of: Any) -> Generator:
-    return Generator(of.getstate, of.getstate, of.setstate, of.seed)
+def _python(of: random.Random | ModuleType) -> Generator:
+    made: Any = of
+    return Generator(made.getstate, made.setstate, made.seed)
 
 
 def _torch(of: torch.Generator) -> Generator:
-    def state() -> bytes:
-        return of.get_state().numpy().tobytes()
-
     def restore(state: bytes) -> None:
         of.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return Generator(state, state, restore, of.manual_seed)
+    return Generator(lambda: of.get_state().numpy().tobytes(), restore, of.manual_seed)
 
 
-def _numpy() -> Generator:
-    """NumPy's global generator. It takes 30 us to tell its state: 625 words in memory, and a number drawn in advance."""
-    twister: Any = np.random.mtrand.get_bit_generator()
-    if not isinstance(twister, np.random.MT19937):
-        return _numpy_instance(np.random.get_state.__self__)  # type: ignore[attr-defined]
-    memory = twister.ctypes.state_address
-
-    def look() -> bytes:
-        return ctypes.string_at(memory, 625 * 4)
-
-    def restore(state: Any) -> None:
-        if isinstance(state, bytes):
-            ctypes.memmove(memory, state, len(state))
-        else:
-            np.random.set_state(state)
-
-    return Generator(look, np.random.get_state, restore, lambda number: np.random.seed(number % 2**32))
-
-
-class _Comparable:
+class _State:
     """A state of NumPy's, whose arrays have no == for the whole."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self._text = value, repr(value)
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Comparable) and self._text == other._text
+        return isinstance(other, _State) and _frozen(self.value) == _frozen(other.value)
 
 
-def _numpy_instance(of: np.random.Generator | np.random.RandomState) -> Generator:
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(one) for key, one in value.items()}
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def _numpy(of: np.random.Generator | np.random.RandomState) -> Generator:
     if isinstance(of, np.random.RandomState):
         old = of
         return Generator(
-            state := lambda: _Comparable(old.get_state()),
-            state,
+            lambda: _State(old.get_state(legacy=False)),
             lambda kept: old.set_state(kept.value),
             lambda number: old.seed(number % 2**32),
         )
     bits: Any = of.bit_generator
 
-    def restore(kept: _Comparable) -> None:
+    def restore(kept: _State) -> None:
         bits.state = kept.value
 
-    return Generator(
-        state := lambda: _Comparable(bits.state), state, restore, lambda n: restore(_Comparable(type(bits)(n).state))
-    )
+    return Generator(lambda: _State(bits.state), restore, lambda number: restore(_State(type(bits)(number).state)))
 
 
 def _own(data: object) -> Iterator[Generator]:
@@ -109,7 +88,7 @@ def _own(data: object) -> Iterator[Generator]:
                 continue
             seen.add(id(value))
             if isinstance(value, (np.random.Generator, np.random.RandomState)):
-                yield _numpy_instance(value)
+                yield _numpy(value)
             elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
                 yield _python(value)
             elif isinstance(value, torch.Generator):
@@ -135,11 +114,10 @@ class Draws:
         self._digest = hashlib.blake2b(f"draws {seed}".encode(), digest_size=8)
         self._found: list[Generator] | None = None
         self._drawn: set[int] = set()
-        self._has_called = False
 
     def search_again(self) -> None:
         """Look for the data's own generators anew: it may have replaced them."""
-        self._found, self._has_called = None, False
+        self._found = None
         self._drawn &= set(range(_GLOBAL))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -148,7 +126,8 @@ class Draws:
     @property
     def _generators(self) -> list[Generator]:
         if self._found is None:
-            self._found = [_python(random), _numpy(), _torch(torch.default_generator), *_own(self._data)]
+            of_numpy: np.random.RandomState = np.random.get_state.__self__  # type: ignore[attr-defined]
+            self._found = [_python(random), _numpy(of_numpy), _torch(torch.default_generator), *_own(self._data)]
         return self._found
 
     def of(
@@ -160,21 +139,16 @@ class Draws:
         seeded for each call from then on.
         """
         generators = self._generators
-        looks = {number: one.look() for number, one in enumerate(generators) if number not in self._drawn}
-        known = (
-            self._drawn if self._has_called else range(len(generators))
-        )  # the first calls tell as a rule what is drawn
-        before = {**looks, **{number: generators[number].state() for number in known}}
-        self._has_called = True
+        before = [one.state() for one in generators]
         while True:
-            changed: Collection[int] = before
+            changed: Collection[int] = range(len(before))
             try:
                 if together is not None and not self._drawn:
                     results = together()
                 else:
                     results = [self._seeded(name, partial(call, *name), self._drawn) for name in names]
-                rest = looks.keys() - self._drawn
-                drawn = {number for number in rest if generators[number].look() != looks[number]}
+                rest = set(range(len(before))) - self._drawn
+                drawn = {number for number in rest if generators[number].state() != before[number]}
                 changed = self._drawn | drawn
             finally:
                 for number in changed:

@@ -15,8 +15,8 @@ _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
 """torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
+# kernels of recurrent layers, which are not in torch's registry either; each has one with _backward for its gradients
 _RECURRENT = "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"
-"""Kernels of recurrent layers, which are not in torch's registry either; each has one with _backward for its gradients."""
 
 
 def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor
 ROWS_PER_DRAW = 64
 """Rows drawn from one generator. A rank that holds some rows draws fewer than this many in excess at each end."""
 
-_LARGE = 2**20
-"""Elements for which threads are worth their start."""
+_LARGE = 2**20  # elements for which threads are worth their start
 
 
 def derive_seed(*parts: object) -> int:

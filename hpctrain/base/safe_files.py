@@ -24,8 +24,7 @@ __all__ = [
 
 SMALL_BYTES = 16 * 2**20
 """Far more than a list of names or a resolved job needs."""
-_UNMAPPED = 65534
-"""The owner of root's directories in a container that maps this user only."""
+_UNMAPPED = 65534  # the owner of root's directories in a container that maps this user only
 TABLE_BYTES = 128 * 2**20
 """Far more than a JSON table needs: the largest one measured had 1 MB."""
 

@@ -19,8 +19,7 @@ from hpctrain.base.devices import has_cuda_operators, is_accelerator
 from hpctrain.base.torch_private import uncompiled
 
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ALIGNMENT = 32
-"""CUDA's memory-efficient kernels take rows of a multiple of this length."""
+_ALIGNMENT = 32  # CUDA's memory-efficient kernels take rows of a multiple of this length
 
 
 class AttentionKernel(ABC):

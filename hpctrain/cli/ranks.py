@@ -48,8 +48,7 @@ def on_ranks(
         raise UsageError("--hostfile: a launcher has started this rank, on the hosts that it was given; leave it out")
     first_read = _Read(job, overrides)
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
-    from hpctrain.ranks.rank_channel import RankChannel
-    from hpctrain.ranks.starter_directory import attach
+    from hpctrain.ranks.rank_channel import RankChannel, attach
 
     channel = attach(started_by) if started_by else RankChannel()
     from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate, in_a_line

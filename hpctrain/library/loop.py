@@ -35,7 +35,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
 from hpctrain.ranks import prints
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.starter_directory import own_channel
+from hpctrain.ranks.rank_channel import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
 from hpctrain.training.start import TRAINING, Start, started

@@ -57,8 +57,8 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 __all__ = ["MPI", "abort", "highest_tag"]
 
+# seconds for a launcher to forward this rank's output: on Abort, MPICH's launcher drops any output not yet read
 _FORWARDING = 0.5
-"""Seconds for a launcher to forward this rank's output: on Abort, MPICH's launcher drops any output not yet read."""
 
 
 def abort(code: int) -> None:

@@ -29,14 +29,11 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.watchdog.watcher import end_waiting_ranks
 
+# how long a rank waits after a failed communication for the rank at fault to print
 _AFTER_THE_CAUSE = timedelta(seconds=1)
-"""How long a rank waits after a failed communication for the rank at fault to print."""
-_PATIENCE = timedelta(seconds=5)
-"""How long later failing ranks wait for the first one to print."""
-_GATHERING_SECONDS = 2.0
-"""How long a leaving rank waits for the others to leave, before the launcher ends them."""
-_LEAVING_SECONDS = 5
-"""How long a rank may take to leave by itself after SIGTERM."""
+_PATIENCE = timedelta(seconds=5)  # how long later failing ranks wait for the first one to print
+_GATHERING_SECONDS = 2.0  # how long a leaving rank waits for the others to leave, before the launcher ends them
+_LEAVING_SECONDS = 5  # how long a rank may take to leave by itself after SIGTERM
 MPI_START_SECONDS = 900.0
 """The limit of MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
 

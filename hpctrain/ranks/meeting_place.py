@@ -20,12 +20,9 @@ from hpctrain.base.store.network import LOOPBACK, bind_communication, hosts_of, 
 from hpctrain.base.store.server import StoreServer
 from hpctrain.contracts.identity import Identity
 
-_PORTS = range(20000, 32000)
-"""Below the range that Linux uses for outgoing connections."""
-_CANDIDATES = 64
-"""Ports to try: other jobs on the node, or an attacker who wants to block this job, may hold some."""
-_ATTEMPT = 2.0
-"""Seconds for one port: another program may listen there and never answer."""
+_PORTS = range(20000, 32000)  # below the range that Linux uses for outgoing connections
+_CANDIDATES = 64  # ports to try: other jobs on the node, or an attacker who wants to block this job, may hold some
+_ATTEMPT = 2.0  # seconds for one port: another program may listen there and never answer
 
 
 @dataclass(frozen=True)

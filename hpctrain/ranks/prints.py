@@ -15,10 +15,9 @@ from hpctrain.contracts.identity import Identity
 CLEAR_LINE = "\r\x1b[2K"
 """Moves a terminal's cursor to the beginning of its line, and empties the line: a progress bar may be there."""
 
-_LONGEST = 65536
-"""Characters; a line that grows longer is passed on before its end."""
+_LONGEST = 65536  # characters; a line that grows longer is passed on before its end
+# the interval of flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many
 _SECONDS_BETWEEN_PARTS = 1.0
-"""The interval of flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many."""
 
 
 class Labelled(io.TextIOBase):

@@ -17,11 +17,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ANSWERED = (*STOPPING, signal.SIGHUP)
 """Signals that ranks have handlers for."""
 
-_early: list[int] = []
-"""Signals from before training could answer them."""
+_early: list[int] = []  # signals from before training could answer them
+# Signals this soon after the first count as the same one: a terminal or Slurm signals every process of a job, and
+# launchers and `hpctrain run -n` pass signals on.
 _SAME_SECONDS = 1.0
-"""Signals this soon after the first count as the same one: a terminal or Slurm signals every process of a job, and
-launchers and `hpctrain run -n` pass signals on."""
 STOPPED, INTERRUPTED = 1, 2
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 

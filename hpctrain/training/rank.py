@@ -27,8 +27,7 @@ from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.failure import end_on_signals
 from hpctrain.ranks.meeting import World
-from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.starter_directory import own_channel
+from hpctrain.ranks.rank_channel import RankChannel, own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import assemble
 from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED

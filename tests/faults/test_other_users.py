@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from besieging import PYTHON
+from hpctrain_tools.launch.channel_directory import sweep
 from hpctrain_tools.launch.channel_streams import Heard, Listener
 from jobs import JobFile
 from launching import hpctrain, in_process, run
@@ -23,7 +24,7 @@ from launching import hpctrain, in_process, run
 from hpctrain.api import EnvironmentUnfitError
 from hpctrain.base.safe_files import own_directory
 from hpctrain.base.store.credentials import SecretFinder, make_credential
-from hpctrain.ranks.starter_directory import PIPE, attach_to_directory, sweep
+from hpctrain.ranks.rank_channel import PIPE, attach_to_directory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 STRANGER = 65533

@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 
 import pytest
 from hpctrain_tools.launch import start
-from hpctrain_tools.launch.channel_directory import ChannelDirectory
+from hpctrain_tools.launch.channel_directory import ChannelDirectory, sweep
 from hpctrain_tools.launch.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain_tools.launch.output_relay import Unbannered, Unruled
 from hpctrain_tools.launch.pmi import PmiBoard, PmiRelay, PmiServer
@@ -24,7 +24,6 @@ from hpctrain_tools.launch.processes import Processes, sweep_memory
 from hpctrain.base.launcher_variables import RankNumbers
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
-from hpctrain.ranks.starter_directory import sweep
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:

@@ -248,7 +248,7 @@ def test_ranks_on_other_hosts_learn_which_streams_a_terminal_shows(
 ) -> None:
     from hpctrain_tools.launch.channel_streams import word
 
-    from hpctrain.ranks.starter_streams import attach_to_mpiexec, is_word
+    from hpctrain.ranks.rank_channel import attach_to_mpiexec, is_word
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("PMI_RANK", "1")  # rank 0 would take this process's standard input

@@ -31,14 +31,10 @@ from hpctrain.base.store.server import StoreServer
 
 __all__ = ["GuardedStore", "open_store"]
 
-_SLACK = 10.0
-"""Seconds that an answer may take beyond the server's own time limit: rank 0 may be busy."""
-_PATIENCE = 300.0
-"""Seconds for the answer to a request that does not wait for keys."""
-_ANOTHER = 60.0
-"""Seconds for an additional connection of a rank that has joined."""
-_LONGEST_WAIT = 1e8
-"""Seconds; the system counts nanoseconds in 64 bits."""
+_SLACK = 10.0  # seconds that an answer may take beyond the server's own time limit: rank 0 may be busy
+_PATIENCE = 300.0  # seconds for the answer to a request that does not wait for keys
+_ANOTHER = 60.0  # seconds for an additional connection of a rank that has joined
+_LONGEST_WAIT = 1e8  # seconds; the system counts nanoseconds in 64 bits
 _LONGEST_INTRODUCTION = 4096
 
 Address = tuple[str, int]
@@ -46,8 +42,8 @@ FindSecret = Callable[[bytes], bytes | None]
 """Maps the server's introduction to the secret; None if the introduction is not this user's."""
 
 
+# stores in use, kept alive here: torch's groups hold only the C++ half of a store, which needs the Python half
 _open: set[GuardedStore] = set()
-"""Stores in use, kept alive here: torch's groups hold only the C++ half of a store, which needs the Python half."""
 
 
 class Connection:

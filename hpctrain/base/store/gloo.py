@@ -30,8 +30,7 @@ BACKEND = "guarded_gloo"
 LOG = logging.getLogger("hpctrain")
 
 _ATTEMPTS = 5
-_CONNECT = timedelta(seconds=60)
-"""The limit for connecting and authenticating; all members are present by then."""
+_CONNECT = timedelta(seconds=60)  # the limit for connecting and authenticating; all members are present by then
 _OTHERS = timedelta(seconds=70)
 """How long a member that could not connect waits for the others' outcome. They may wait for it in gloo, one after the other."""
 _EXPECTED = (
@@ -82,8 +81,8 @@ def transport_in_use() -> str | None:
     return _in_use[0] if _in_use else None
 
 
+# kept alive here: gloo's groups hold only the C++ half of their address book, which needs the Python half
 _books: list[_AddressBook] = []
-"""Kept alive here: gloo's groups hold only the C++ half of their address book, which needs the Python half."""
 
 
 def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:

@@ -28,8 +28,8 @@ _LINE = 128  # bytes: the words that one rank writes and others poll have their 
 _ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
 # The bits above these give the allocation, from 1; if they are 0, the place is an address.
 _OFFSET_BITS = 48
+# cached views of the outboxes: making a view takes a microsecond, which would slow down a small message
 _MOST_VIEWS = 64
-"""Cached views of the outboxes: making a view takes a microsecond, which would slow down a small message."""
 
 
 class NodeMemory:

@@ -39,13 +39,12 @@ _COMMUNICATION = (
 FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
 """The files of first-party plugins and tools."""
 _STANDARD = sysconfig.get_path("stdlib")
+# packages are often in two places: a site's, and a virtual environment on top
 _INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
-"""Packages are often in two places: a site's, and a virtual environment on top."""
-_DEPRECATED = typing_extensions.__file__
-"""Wraps the functions that torch will rename."""
+_DEPRECATED = typing_extensions.__file__  # wraps the functions that torch will rename
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
+# names of the tensors in torch's collectives
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
-"""Names of the tensors in torch's collectives."""
 
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
 """Calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish."""

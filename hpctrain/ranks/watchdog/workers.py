@@ -14,8 +14,7 @@ from hpctrain.ranks.watchdog.stacks import loading_line
 _LOOK = 1.0  # seconds between two looks of a worker, at its own line and at its rank
 _LONGEST = 512  # bytes of a line
 
-_shared: list[Sequence[Any]] = []
-"""For each pool of this process the memory in which its workers write."""
+_shared: list[Sequence[Any]] = []  # for each pool of this process the memory in which its workers write
 
 
 def share_lines(context: Any, workers: int) -> Sequence[Any]:

@@ -46,8 +46,7 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         words = ["doctor", "--directory", str(directory), *(["--json"] if as_json else [])]
         return start_command(words, ranks)
     from hpctrain.ranks.failure import end_on_signals, limited
-    from hpctrain.ranks.rank_channel import RankChannel
-    from hpctrain.ranks.starter_directory import attach
+    from hpctrain.ranks.rank_channel import RankChannel, attach
     from hpctrain_tools.doctor.examine import examine
     from hpctrain_tools.doctor.findings import Finding, row_of
     from hpctrain_tools.doctor.node import loopback

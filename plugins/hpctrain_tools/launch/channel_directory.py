@@ -8,20 +8,25 @@ goes on writing; launchers do not guarantee this. The exit code goes through a f
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import stat
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.ranks.rank_channel import on_terminal
-from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL
-from hpctrain.ranks.starter_directory import sweep as sweep
+from hpctrain.base.safe_files import is_closed, temporary_place
+from hpctrain.ranks.rank_channel import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL, on_terminal
 
 __all__ = ["ChannelDirectory", "Ending", "ending_in", "sweep"]
+
+_BEGINNING = 60.0  # seconds within which who makes a directory has opened its pipe
 
 
 class StarterChannel(Protocol):
@@ -106,3 +111,23 @@ def ending_in(directory: Path) -> Ending:
 def _send(file: Path, number: int) -> None:
     with suppress(OSError, ValueError):  # it has left
         os.kill(int(file.stem), number)
+
+
+def sweep(pattern: str, seconds: float = _BEGINNING) -> None:
+    """Remove those of this user's directories in the temporary directory, by their names, whose pipe no process holds any more and
+    which have not changed for `seconds`: a kill has left them."""
+    for pipe in temporary_place().glob(f"{pattern}/{PIPE}"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            directory, is_pipe = pipe.parent.lstat(), stat.S_ISFIFO(pipe.lstat().st_mode)
+            is_old = time.time() - directory.st_mtime > seconds
+            if is_closed(directory) and is_pipe and is_old and not _is_read(pipe):
+                shutil.rmtree(pipe.parent, ignore_errors=True)
+
+
+def _is_read(pipe: Path) -> bool:
+    """Whether a process has opened a pipe to read from it."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    return True

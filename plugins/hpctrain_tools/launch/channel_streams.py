@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.ranks.rank_channel import on_terminal
-from hpctrain.ranks.starter_streams import ERRORS_ON_TERMINAL, ON_TERMINAL, WORD
+from hpctrain.ranks.rank_channel import ERRORS_ON_TERMINAL, ON_TERMINAL, WORD, on_terminal
 
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40

@@ -29,7 +29,7 @@ from hpctrain_tools.launch.mpi_library import ask_library
 from hpctrain_tools.launch.processes import StartRank, spawn
 
 _ON_THE_WAY = (
-    "hpctrain.ranks.starter_directory", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.monitor", "hpctrain.base.store.gloo",
+    "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.monitor", "hpctrain.base.store.gloo",
     "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
 """Modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports."""
