@@ -15,8 +15,6 @@ from typing import Any
 
 MOST_DEPTH = 64
 """How deep values may be nested."""
-MOST_PAIRS = 2**14
-"""The most pairs in a mapping with keys other than text: crafted keys with equal hashes slow down every lookup."""
 
 
 def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
@@ -38,10 +36,6 @@ def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
     if kind is dict:
         if all(type(name) is str and not name.startswith("$") for name in value):
             return {name: encode(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
-        if len(value) > MOST_PAIRS:
-            raise TypeError(
-                f"{key} has {len(value)} keys, not all of them text, expected at most {MOST_PAIRS}: save a tensor"
-            )
         pairs = [
             [encode(name, key, depth + 1), encode(item, f"{key}[{name!r}]", depth + 1)] for name, item in value.items()
         ]
@@ -69,15 +63,9 @@ def decode(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"values hold a malformed {tag[:80]}: {error}") from error
 
 
-def _few(pairs: list[Any]) -> list[Any]:
-    if len(pairs) > MOST_PAIRS:
-        raise ValueError(f"{len(pairs)} pairs, expected at most {MOST_PAIRS}")
-    return pairs
-
-
 _UNTAG: dict[str, Callable[[Any, int], Any]] = {
     "$tuple": lambda items, depth: tuple(decode(item, depth) for item in items),
     "$bytes": lambda text, _: base64.b64decode(text, validate=True),
     "$float": lambda text, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
-    "$dict": lambda pairs, depth: {decode(name, depth): decode(item, depth) for name, item in _few(pairs)},
+    "$dict": lambda pairs, depth: {decode(name, depth): decode(item, depth) for name, item in pairs},
 }

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.devices import use_device
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
-from hpctrain.base.store.client import GuardedStore
+from hpctrain.base.store.client import GuardedStore, missing_keys
 from hpctrain.base.store.server import warn_of_stranger
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
@@ -87,11 +87,8 @@ class World:
     def collect(self, key: str) -> list[Any]:
         """Every rank's `value`. EnvironmentUnfitError names the ranks that did not send theirs in time."""
         keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
-        try:
-            self.store.wait(keys, MEETING_TIMEOUT)
-        except RuntimeError:
-            missing = [str(rank) for rank, of_rank in enumerate(keys) if not self.store.check([of_rank])]
-            raise not_met(self.identity, ", ".join(missing), MEETING_TIMEOUT) from None
+        if absent := missing_keys(self.store, keys, MEETING_TIMEOUT):
+            raise not_met(self.identity, ", ".join(map(str, absent)), MEETING_TIMEOUT)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _value(self, key: str) -> Any:

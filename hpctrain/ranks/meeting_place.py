@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
-from hpctrain.base.store.client import GuardedStore, narrow, open_store
+from hpctrain.base.store.client import GuardedStore, missing_keys, narrow, open_store
 from hpctrain.base.store.credentials import Credential, SecretFinder, make_credential
 from hpctrain.base.store.messages import ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses
@@ -102,12 +102,10 @@ def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[s
 
 def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> set[str]:
     """Wait for all ranks, and return the addresses at which they connected."""
-    ranks = [rank for rank in range(identity.size) if rank != 0]
-    try:
-        return {host.decode() for host in store.multi_get([_came(rank) for rank in ranks])}
-    except RuntimeError:
-        missing = ", ".join(str(rank) for rank in ranks if not store.check([_came(rank)]))
-        raise not_met(identity, missing, timeout) from None
+    keys = [f"came/{rank}" for rank in range(1, identity.size)]
+    if absent := missing_keys(store, keys, timeout):
+        raise not_met(identity, ", ".join(str(one + 1) for one in absent), timeout)
+    return {host.decode() for host in store.multi_get(keys)}
 
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
@@ -122,12 +120,8 @@ def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> Guarde
             f"{timeout.total_seconds():.0f} s (ports {', '.join(map(str, ports))}; the last answer: {error}); expected "
             "TCP connections between the job's nodes to be allowed, and MUNGE or a home directory that they share"
         ) from error
-    store.set(_came(identity.rank), store.remote_host)
+    store.set(f"came/{identity.rank}", store.remote_host)
     return store
-
-
-def _came(rank: int) -> str:
-    return f"came/{rank}"
 
 
 def not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:

@@ -29,7 +29,7 @@ from hpctrain.base.store.messages import (
 )
 from hpctrain.base.store.server import StoreServer
 
-__all__ = ["GuardedStore", "open_store"]
+__all__ = ["GuardedStore", "missing_keys", "open_store"]
 
 _SLACK = 10.0  # seconds that an answer may take beyond the server's own time limit: rank 0 may be busy
 _PATIENCE = 300.0  # seconds for the answer to a request that does not wait for keys
@@ -282,6 +282,15 @@ def narrow(store: GuardedStore, server: StoreServer, hosts: Collection[str]) -> 
     store.server = server
     server.keep_only(address for address in server.addresses if address[0] in (hosts or [store.address[0]]))
     return store
+
+
+def missing_keys(store: Store, keys: Sequence[str], limit: timedelta) -> list[int]:
+    """The places of the keys that are not set within `limit`."""
+    try:
+        store.wait(list(keys), limit)
+    except dist.DistStoreError:
+        return [place for place, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store.client import missing_keys
 from hpctrain.base.store.messages import DIGEST_BYTES, digest
 
 __all__ = ["create_group"]
@@ -97,7 +98,13 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
     # a group that is destroyed and made again gets the same name and store from torch, with the first group's keys in it
     store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)
     members = list(options.global_ranks_in_group) or list(range(size))
-    _await_members(store, rank, members, options)
+    store.set(f"here/{rank}", "")
+    if absent := missing_keys(store, [f"here/{member}" for member in range(size)], options.timeout):
+        raise dist.DistStoreError(
+            f"group {options.group_id!r} was not complete within {options.timeout.total_seconds():g} s: ranks "
+            f"{', '.join(str(members[one]) for one in absent)} did not create it; new_group must be called by all ranks, in the "
+            "same order"
+        )
     reason = ""
     for attempt in range(_ATTEMPTS):
         attempt_store = PrefixStore(f"attempt/{attempt}", store)
@@ -105,9 +112,11 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
         mine = found if isinstance(found, str) else ""
         outcomes = [f"failed/{member}" for member in range(size)]
         attempt_store.set(outcomes[rank], mine)
-        if mine:
-            _await_others(
-                attempt_store, outcomes, members, f"group {options.group_id!r} on rank {members[rank]}: {mine}"
+        if mine and (slow := missing_keys(attempt_store, outcomes, _OTHERS)):
+            raise EnvironmentUnfitError(
+                f"gloo: group {options.group_id!r} on rank {members[rank]}: {mine}; rank "
+                f"{', '.join(str(members[one]) for one in slow)} is still connecting after {_OTHERS.total_seconds():g} s more; "
+                f"{_EXPECTED}"
             )
         reason = next((one.decode() for one in attempt_store.multi_get(outcomes) if one), "")
         if not reason and not isinstance(found, str):
@@ -118,30 +127,6 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
     raise EnvironmentUnfitError(
         f"gloo: group {options.group_id!r} could not be connected in {_ATTEMPTS} attempts: {reason}; {_EXPECTED}"
     )
-
-
-def _await_members(store: Store, rank: int, ranks: list[int], options: Any) -> None:
-    keys = [f"here/{member}" for member in range(len(ranks))]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, options.timeout)
-    except dist.DistStoreError as error:
-        missing = ", ".join(str(one) for one, key in zip(ranks, keys, strict=True) if not store.check([key]))
-        raise dist.DistStoreError(
-            f"group {options.group_id!r} was not complete within {options.timeout.total_seconds():g} s: ranks {missing} did not "
-            "create it; new_group must be called by all ranks, in the same order"
-        ) from error
-
-
-def _await_others(store: Store, outcomes: list[str], ranks: list[int], failure: str) -> None:
-    """failure: this member's; told if other members do not come to an end."""
-    try:
-        store.wait(outcomes, _OTHERS)
-    except dist.DistStoreError as error:
-        missing = ", ".join(str(one) for one, key in zip(ranks, outcomes, strict=True) if not store.check([key]))
-        raise EnvironmentUnfitError(
-            f"gloo: {failure}; rank {missing} is still connecting after {_OTHERS.total_seconds():g} s more; {_EXPECTED}"
-        ) from error
 
 
 def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:

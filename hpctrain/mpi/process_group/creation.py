@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store.client import missing_keys
 from hpctrain.mpi import leaving
 from hpctrain.mpi.all_ranks import gather_json, on_all, world
 from hpctrain.mpi.collectives.network import OverNetwork
@@ -44,11 +42,17 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     # A group that is made again after its destruction gets the same name and the same store, old keys included.
     made = f"made/{options.group_rank}"
     store = PrefixStore(str(options.store.add(made, 1)), options.store)
-    try:
-        _meet(store, options.group_rank, ranks, options.group_id, options.timeout)
-    except CommunicationTimeoutError:
+    # MPI would wait for ever for a rank that never creates the group
+    keys = [f"created/{member}" for member in range(len(ranks))]
+    store.set(keys[options.group_rank], "")
+    if absent := missing_keys(store, keys, options.timeout):
+        store.delete_key(keys[options.group_rank])
         options.store.add(made, -1)  # undo the attempt, so that all ranks can try again
-        raise
+        raise CommunicationTimeoutError(
+            f"group {options.group_id!r} of {name_ranks(ranks)} was not complete within {options.timeout.total_seconds():g} s: "
+            f"{name_ranks([ranks[one] for one in absent])} did not create it; new_group must be called by all ranks, in the same "
+            "order"
+        )
     # The tag separates groups of the same ranks that are made at the same time.
     tag = zlib.crc32(options.group_id.encode()) % 2**15
     comm = everyone.Create_group(everyone.group.Incl(ranks), tag)
@@ -58,21 +62,6 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
     leaving.finish_at_exit(group)
     return group
-
-
-def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-    """Wait for all members in the store: MPI would wait for ever for a rank that never creates the group."""
-    keys = [f"created/{member}" for member in range(len(ranks))]
-    store.set(keys[group_rank], "")
-    try:
-        store.wait(keys, timeout)
-    except DistStoreError as error:
-        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        store.delete_key(keys[group_rank])
-        raise CommunicationTimeoutError(
-            f"group {name!r} of {name_ranks(ranks)} was not complete within {timeout.total_seconds():g} s: "
-            f"{name_ranks(missing)} did not create it; new_group must be called by all ranks, in the same order"
-        ) from error
 
 
 def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> OverNetwork:
