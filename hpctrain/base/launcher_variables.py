@@ -200,11 +200,6 @@ def announced_size(environment: Mapping[str, str]) -> int:
     return max(told, _number(environment, _PALS) + 1)
 
 
-def announces_size(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher tells the number of ranks. PALS may not."""
-    return not by_pals(environment) or "PMI_SIZE" in environment
-
-
 def share_node(environment: Mapping[str, str]) -> bool:
     """Whether the launchers have told that all ranks are on this node. False if none has told anything.
 

@@ -14,7 +14,6 @@ from hpctrain.base.launcher_variables import (
     STARTER_VARIABLE,
     RankNumbers,
     announced_size,
-    announces_size,
     by_flux,
     by_mpi,
     by_mpirun,
@@ -143,8 +142,8 @@ def _refuse_wrong_mpi(environment: Mapping[str, str]) -> NoReturn:
             "Use MPICH, which speaks PMI (pip install 'hpctrain[mpich]'), or Open MPI with `flux run -o pmi=pmix`; without MPI "
             "let Flux start one torchrun on each node"
         )
-    several = announced_size(environment)
-    found = f"{several}" if announces_size(environment) else f"{several} or more"
+    tells_all = not by_pals(environment) or "PMI_SIZE" in environment
+    found = f"{announced_size(environment)}{'' if tells_all else ' or more'}"
     raise EnvironmentUnfitError(
         f"{by} started {found} ranks, but mpi4py's MPI library sees only one process: launcher and library "
         f"belong to different MPIs. mpi4py uses: {library}. {remedy}"

@@ -21,8 +21,7 @@ from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import NodeMemory
-from hpctrain.mpi.transfer.presence import Presence
-from hpctrain.mpi.transfer.watch import OperationWatch
+from hpctrain.mpi.transfer.watch import OperationWatch, Presence
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:

@@ -23,7 +23,7 @@ from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.transfer.buffers import message, plain_like
-from hpctrain.mpi.transfer.presence import Presence
+from hpctrain.mpi.transfer.watch import Presence
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
 ANY_SOURCE = MPI.ANY_SOURCE
@@ -217,7 +217,7 @@ class MessageWork(PythonMessageWork):
         if not self._done:
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
-            finished = wait_until(self.test, start + limit, Patience.LONG, notice_after=limit, notice=lambda: None)
+            finished = wait_until(self.test, start + limit, Patience.LONG)
             accounting.record_wait(self._messages.group, self.name, time.perf_counter() - start)
             if not finished:
                 raise self._messages.timed_out(self, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import time
 from collections.abc import Callable
@@ -32,8 +33,8 @@ def wait_until(
     deadline: float,
     patience: Patience,
     *,
-    notice_after: float,
-    notice: Callable[[], None],
+    notice_after: float = math.inf,
+    notice: Callable[[], None] = lambda: None,
 ) -> bool:
     """Call `test` until it is true; return False if `deadline` (on time.perf_counter()) passes first.
 
