@@ -55,30 +55,12 @@ class World:
 
     def share(self, key: str, make: Callable[[], Any]) -> Any:
         """Rank 0's JSON value, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
-        if self.identity.rank == 0:
-            try:
-                value = make()
-            except HpctrainError as error:
-                self.store.set(key, json.dumps({"exit_code": error.exit_code}))
-                raise
-            self.store.set(key, json.dumps({"value": value}, default=str))
-            return value
-        return self._value(key)
+        return self._from_rank_0([key], lambda: [make()], key)
 
     def deal(self, key: str, make: Callable[[], Sequence[Any]]) -> Any:
         """This rank's JSON value of those that rank 0 makes, one for each rank. Errors as `share`."""
         keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
-        if self.identity.rank == 0:
-            try:
-                values = [{"value": value} for value in make()]
-            except HpctrainError as error:
-                for one in keys:
-                    self.store.set(one, json.dumps({"exit_code": error.exit_code}))
-                raise
-            for one, value in zip(keys, values, strict=True):
-                self.store.set(one, json.dumps(value))
-            return values[0]["value"]
-        return self._value(keys[self.identity.rank])
+        return self._from_rank_0(keys, make, keys[self.identity.rank])
 
     def tell(self, key: str, value: Any) -> None:
         """Put this rank's JSON `value` into the store for rank 0 to collect."""
@@ -91,13 +73,23 @@ class World:
             raise not_met(self.identity, ", ".join(map(str, absent)), MEETING_TIMEOUT)
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def _value(self, key: str) -> Any:
-        """Rank 0's value; PeerError for its error. Rank 0 may itself have waited for a rank, hence twice the time."""
+    def _from_rank_0(self, keys: Sequence[str], make: Callable[[], Sequence[Any]], mine: str) -> Any:
+        """The value of the key `mine` among those that rank 0 makes for all keys."""
+        if self.identity.rank == 0:
+            try:
+                values = make()
+            except HpctrainError as error:
+                for key in keys:
+                    self.store.set(key, json.dumps({"exit_code": error.exit_code}))
+                raise
+            for key, value in zip(keys, values, strict=True):
+                self.store.set(key, json.dumps({"value": value}, default=str))
+            return values[0]
         try:
-            self.store.wait([key], 2 * MEETING_TIMEOUT)
+            self.store.wait([mine], 2 * MEETING_TIMEOUT)  # rank 0 may itself have waited for a rank
         except RuntimeError:
             raise not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
-        answer = json.loads(self.store.get(key))
+        answer = json.loads(self.store.get(mine))
         if "exit_code" in answer:
             raise PeerError(answer["exit_code"])
         return answer["value"]
