@@ -45,28 +45,25 @@ class PythonGroup(dist.ProcessGroup):
         return self.reduce_scatter_single(*args)
 
 
-def make_group(backend: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
-    """The group that torch makes for `backend`, a name or one for each kind of device, for a group that wraps it.
+def make_group(backend: str, options: Any, backend_options: Any = None) -> dist.ProcessGroup:
+    """The group that torch makes for `backend`, for a group that wraps it.
 
     options: torch's `_DistributedBackendOptions`, which a registered backend gets. Collective. Raises ValueError for a backend
     that is neither registered nor gloo, NCCL or XCCL.
     """
     from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 
-    store, rank, size = options.store, options.group_rank, options.group_size
-    group: Any = dist.ProcessGroup(store, rank, size)
-    made: dict[str, Any] = {}
-    for device, name in BackendConfig(dist.Backend(backend)).get_device_backend_map().items():
-        if name not in made:
-            options.store = PrefixStore(f"{device}/", store)
-            made[name] = make_backend(name, options, backend_options)
-        if isinstance(made[name], dist.ProcessGroup):
-            whole: dist.ProcessGroup = made[name]
-            return whole
-        kind = dist.Backend.backend_type_map[name]
-        group._register_backend(torch.device(device), kind, made[name])
-        if len(made) == 1 or name == dist.Backend.NCCL:
-            group._set_default_backend(kind)
+    devices = BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    [name] = set(devices.values())
+    group: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    options.store = PrefixStore(f"{name}/", options.store)
+    made = _make_backend(name, options, backend_options)
+    if isinstance(made, dist.ProcessGroup):
+        return made
+    kind = dist.Backend.backend_type_map[name]
+    for device in devices:
+        group._register_backend(torch.device(device), kind, made)
+    group._set_default_backend(kind)
     group._set_group_name(options.group_id)
     group._set_group_desc("")
     finished: dist.ProcessGroup = group
@@ -83,12 +80,12 @@ def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
     if name is None:
         raise OSError(f"found tensors on {device.type}, between which torch has no communication")
     try:
-        return make_group(f"{device.type}:{name}", options, None)
+        return make_group(f"{device.type}:{name}", options)
     except ValueError as error:
         raise OSError(f"found tensors on {device.type}: {error}") from error
 
 
-def make_backend(name: str, options: Any, backend_options: Any) -> Any:
+def _make_backend(name: str, options: Any, backend_options: Any) -> Any:
     """Make a backend of a group; a whole group where the registered one is made in Python."""
     plugin = dist.Backend._plugins.get(name.upper())
     place = options.store, options.group_rank, options.group_size
@@ -99,20 +96,18 @@ def make_backend(name: str, options: Any, backend_options: Any) -> Any:
     made: Any
     if name == dist.Backend.GLOO:
         made = dist.ProcessGroupGloo(*place, options.timeout)
-        made._set_sequence_number_for_group()
     elif name in (dist.Backend.NCCL, dist.Backend.XCCL) and hasattr(dist, f"ProcessGroup{name.upper()}"):
         cls = getattr(dist, f"ProcessGroup{name.upper()}")
         given = cls.Options()  # a group's own: they hold its ranks and its name
-        given.is_high_priority_stream = getattr(backend_options, "is_high_priority_stream", False)
         given.global_ranks_in_group, given.group_name = options.global_ranks_in_group, options.group_id
         made = cls(*place, given)
         made.set_timeout(options.timeout)
-        if name == dist.Backend.NCCL:
-            made._set_sequence_number_for_group()
     else:
         raise ValueError(
             f"found the backend {name!r}, expected gloo, NCCL, XCCL or a registered one, in a torch that has it"
         )
+    if name != dist.Backend.XCCL:
+        made._set_sequence_number_for_group()
     return made
 
 

@@ -11,7 +11,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
@@ -100,7 +100,8 @@ def leave(world: World, error: BaseException) -> NoReturn:
             _wait_for_print(world, _PATIENCE)
         else:
             _print(world, error)
-        _mark_printed(world)
+        with suppress(RuntimeError):  # of a store that is gone with rank 0; likewise below
+            world.store.set("failed/printed", "1")
     world.channel.report_exit(code)
     everybody, in_order = _all_leave(world, error)
     if not everybody:
@@ -181,10 +182,9 @@ def _print(world: World, error: BaseException) -> None:
 
 def _claim(world: World, mine: str) -> str | None:
     """The first rank's "rank code"; None when the store is out of reach."""
-    try:
+    with suppress(RuntimeError):
         return world.store.compare_set("failed", "", mine).decode()
-    except RuntimeError:
-        return None
+    return None
 
 
 def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
@@ -215,15 +215,6 @@ def _counted(world: World, key: str) -> bool:
     return True
 
 
-def _mark_printed(world: World) -> None:
-    try:
-        world.store.set("failed/printed", "1")
-    except RuntimeError:
-        return
-
-
 def _wait_for_print(world: World, patience: timedelta) -> None:
-    try:
+    with suppress(RuntimeError):
         world.store.wait(["failed/printed"], patience)
-    except RuntimeError:
-        return

@@ -78,7 +78,7 @@ class TimedGroup(TransparentGroup):
 
 
 def _create(options: Any, _: Any) -> TimedGroup:
-    return TimedGroup(make_group(gloo.BACKEND, options, None))
+    return TimedGroup(make_group(gloo.BACKEND, options))
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
