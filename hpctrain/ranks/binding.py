@@ -46,7 +46,8 @@ def bound(world: World, bind: CpuBind) -> Iterator[Binding]:
     bind: "none" only shares out the threads.
     """
     before = _mask()
-    binding = _agree(world, bind, before) if before else Binding([], _threads(os.cpu_count() or 1, world.identity.local_size))
+    alone = Binding([], _threads(os.cpu_count() or 1, world.identity.local_size))
+    binding = _agree(world, bind, before) if before else alone
     torch.set_num_threads(binding.threads)
     if binding.told:
         LOG.info("cores: %s; threads: %d", binding.told, binding.threads)

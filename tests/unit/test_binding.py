@@ -23,7 +23,8 @@ def test_the_system_s_cores(tmp_path: Path) -> None:
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / f"node{numa}").mkdir()
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert topology({0, 1, 2, 3}, tmp_path) == [Core(0, (0, 2)), Core(1, (1, 3))]  # siblings stay together, and NUMA nodes
+    # siblings stay together, and NUMA nodes
+    assert topology({0, 1, 2, 3}, tmp_path) == [Core(0, (0, 2)), Core(1, (1, 3))]
     assert topology({2, 3}, tmp_path) == [Core(0, (2,)), Core(1, (3,))]
     assert topology({0, 7}, tmp_path / "none") == [Core(0, (0,)), Core(0, (7,))]
     assert sorted(cpu for core in topology(HERE) for cpu in core.cpus) == HERE

@@ -23,8 +23,8 @@ from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.transfer.buffers import message, plain_like
-from hpctrain.mpi.transfer.watch import Presence
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
+from hpctrain.mpi.transfer.watch import Presence
 
 ANY_SOURCE = MPI.ANY_SOURCE
 # A caller that waits at once is served first; the thread is for callers that compute meanwhile.

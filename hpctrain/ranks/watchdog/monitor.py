@@ -80,9 +80,7 @@ def _alarmed(watcher: Watcher) -> Iterator[None]:
 class Monitor(Watcher):
     """The watcher of rank 0."""
 
-    def __init__(
-        self, world: World, nodes: Sequence[str], position: Position, limit: float, asked: Queries
-    ) -> None:
+    def __init__(self, world: World, nodes: Sequence[str], position: Position, limit: float, asked: Queries) -> None:
         """nodes: of the ranks, for those that don't answer."""
         super().__init__(world, position, limit)
         self._asked, self._nodes = asked, nodes

@@ -1,4 +1,4 @@
-"""Worker processes that load samples: the lines at which they stand, for a rank that waits for them, and their end with the rank."""
+"""Processes that load samples: the lines at which they stand, for a rank that waits for them, and their end with the rank."""
 
 from __future__ import annotations
 
