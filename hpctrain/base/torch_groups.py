@@ -57,7 +57,7 @@ def make_group(backend: str, options: Any, backend_options: Any = None) -> dist.
     [name] = set(devices.values())
     group: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     options.store = PrefixStore(f"{name}/", options.store)
-    made = _make_backend(name, options, backend_options)
+    made = make_backend(name, options, backend_options)
     if isinstance(made, dist.ProcessGroup):
         return made
     kind = dist.Backend.backend_type_map[name]
@@ -85,7 +85,7 @@ def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
         raise OSError(f"found tensors on {device.type}: {error}") from error
 
 
-def _make_backend(name: str, options: Any, backend_options: Any) -> Any:
+def make_backend(name: str, options: Any, backend_options: Any) -> Any:
     """Make a backend of a group; a whole group where the registered one is made in Python."""
     plugin = dist.Backend._plugins.get(name.upper())
     place = options.store, options.group_rank, options.group_size

@@ -331,7 +331,9 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
     A decorator, in place of `torch.compiler.disable`, which loads the compiler at once: two seconds of each command.
     """
-    return torch._disable_dynamo(function)
+    decorate: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    decorated: Callable[P, T] = decorate(function)
+    return decorated
 
 
 def delay_compiler() -> None:

@@ -75,6 +75,7 @@ OWNERS: dict[str, Any] = {
     "_distributed_c10d": torch._C,
     "_dump_fr_trace_json": "torch._C._distributed_c10d",
     "_dump_nccl_trace_json": "torch._C._distributed_c10d",
+    "_disable_dynamo": torch,
     "_dynamo": torch,
     "_end_coalescing": dist.ProcessGroup,
     "_flatten": DeviceMesh,
