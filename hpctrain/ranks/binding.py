@@ -83,7 +83,7 @@ def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
 
 
 def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
-    """For each rank the ranks of its machine, those of them that may use the same CPUs, and its place among these.
+    """The number of ranks on each rank's machine, of those that may use the same CPUs, and its place among these.
 
     reports: each rank's machine and CPUs.
     """
