@@ -105,7 +105,7 @@ from hpctrain.contracts.model import (
     TensorParallelModel,
     TokenModel,
 )
-from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
+from hpctrain.contracts.optimization import MatrixOptimizer, Optimizer, OptimizerOptions, Schedule, WholeTensors
 from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism, PipelineSchedule
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
 from hpctrain.contracts.plan import Plan
@@ -177,6 +177,7 @@ __all__ = [
     "LossyCompression",
     "MPISettings",
     "Machine",
+    "MatrixOptimizer",
     "Membership",
     "MemoryHistory",
     "MetaModel",
@@ -229,6 +230,7 @@ __all__ = [
     "TrainingError",
     "UsageError",
     "Weights",
+    "WholeTensors",
     "accelerator",
     "accelerator_count",
     "agree",

@@ -50,7 +50,7 @@ PAGES = {
         "Weights",
         "Collate",
     ),
-    "optimizer": ("Optimizer", "OptimizerOptions"),
+    "optimizer": ("Optimizer", "OptimizerOptions", "MatrixOptimizer", "WholeTensors"),
     "schedule": ("Schedule",),
     "parallelism": (
         "Parallelism",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from hpctrain.contracts.plugin import Options, Plugin
 
@@ -33,6 +35,32 @@ class Optimizer(Plugin):
         is cut over ranks, its state must be a number or have the shape of the part, and its update of the part must not
         depend on the rest, or the job is refused.
         """
+
+
+class WholeTensors:
+    """Whole tensors of which ranks hold parts. This one is for a rank that holds all of each."""
+
+    def map(
+        self, tensors: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """What `function` makes of the whole of each value, cut as `tensors` are: parameters of the optimizer's, all of a group.
+
+        values: of the shapes and dtypes of `tensors`, such as their momentum. function: returns a tensor of the shape that it gets,
+        the parameter's. One of the ranks that hold parts of a value calls it, so it must not depend on the rank. Collective: each
+        rank calls `map` for the same groups, with no tensors where it holds none.
+        """
+        return [function(value) for value in values]
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer whose update of a parameter needs all of it (Muon, Shampoo), under any layout."""
+
+    @abstractmethod
+    def build_whole(self, groups: list[dict[str, Any]], whole: WholeTensors) -> torch.optim.Optimizer:
+        """As `build`. What depends on more than an element of a part goes through `whole.map`; state has the shape of the part."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self.build_whole(groups, WholeTensors())
 
 
 class Schedule(Plugin):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.base.errors import UsageError
-from hpctrain.contracts.optimization import Optimizer
+from hpctrain.contracts.optimization import MatrixOptimizer, Optimizer, WholeTensors
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
 from hpctrain.model.refusals import has_dims, refuse_unmatched
@@ -95,15 +95,23 @@ def parameter_groups(
     return [group for group in [*groups, rest] if id(group) in used]
 
 
-def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    plugin: Optimizer, groups: Sequence[dict[str, Any]], whole: WholeTensors | None = None
+) -> torch.optim.Optimizer:
     """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
+
+    whole: for a MatrixOptimizer, where ranks may hold parts.
 
     Raises UsageError for an optimizer that knows no `lr`, and ContractError unless it has every parameter once, at a learning
     rate that the job names.
     """
     options = plugin.options.model_dump()
     completed = [{**options, **group} for group in groups]
-    optimizer = plugin.build([dict(group) for group in completed])
+    own = [dict(group) for group in completed]
+    if isinstance(plugin, MatrixOptimizer):
+        optimizer = plugin.build_whole(own, whole or WholeTensors())
+    else:
+        optimizer = plugin.build(own)
     known = [*optimizer.param_groups, *([optimizer.defaults] if optimizer.defaults else [])]
     if any("lr" not in one for one in known):
         raise UsageError(

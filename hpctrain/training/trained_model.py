@@ -22,6 +22,7 @@ from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
 from hpctrain.checkpoint.weights import load_weights, refuse_other_source
 from hpctrain.contracts.model import Batch
+from hpctrain.contracts.optimization import MatrixOptimizer
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import Runner, RunnerParts
@@ -34,6 +35,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.model.optimizer_trial import refuse_hidden_state, updates_parts_alike
 from hpctrain.model.parameters import build_optimizer, has_modes, parameter_groups
 from hpctrain.model.pieces import refuse_holes
+from hpctrain.model.whole import OwnedTensors
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.training.guard.judging import Guard
@@ -132,7 +134,10 @@ class TrainedModel:
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
         self.mode = "train"
-        return self.sharded.optimizer(self._groups(self.pieces), self._build)
+        whole = OwnedTensors(self.sharded.pieces(), self.meshes, self.device)
+        return self.sharded.optimizer(
+            self._groups(self.pieces), lambda groups: build_optimizer(self.parts.optimizer, groups, whole)
+        )
 
     def _switch(self, mode: str) -> None:
         """Let an optimizer that has modes change the pieces to those for training or for all else. Collective."""
@@ -142,7 +147,7 @@ class TrainedModel:
         self.mode = mode
 
     def spare_optimizer(self, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
-        """An optimizer of these pieces besides the one that trains."""
+        """An optimizer of these pieces, which other ranks may not have, besides the one that trains: for its state's shapes."""
         return self._build(self._groups(pieces))
 
     def update(self, step: int, gradients: list[torch.Tensor], norm: float) -> None:
@@ -182,11 +187,11 @@ class TrainedModel:
         """Raises UsageError if the optimizer can't update a part of a parameter by itself. Collective."""
         refuse_hidden_state(self.parts.optimizer, self._build)
         cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
-        if cut and not updates_parts_alike(self._build):
+        if cut and not isinstance(self.parts.optimizer, MatrixOptimizer) and not updates_parts_alike(self._build):
             raise UsageError(
                 f"[optimizer] name = {self.parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
-                "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "
-                "tensor parallelism"
+                "of some: the result would be wrong; use another optimizer, such as adamw, [sharding] stage 0 without tensor "
+                "parallelism, or make it a MatrixOptimizer"
             )
 
     def load(

@@ -100,6 +100,83 @@ def test_a_fault_of_a_user_s_is_found(job: JobFile, fault: str, first: str, hint
     assert any(first in row["first"] and hint in row["hint"] for row in told), told
 
 
+BESIDE = """
+import torch
+import torch.distributed as dist
+from hpctrain.api import hookimpl
+
+FAULT = "%s"
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def factor(step, steps):
+    return 0.5 if FAULT == "schedule" and rank() else 1.0
+
+
+@hookimpl
+def hpctrain_step_end(step, model):
+    if FAULT == "hook":
+        with torch.no_grad():
+            for piece in model.pieces:
+                piece.tensor.mul_(1 + 1e-3 * rank())
+        model.refresh()
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index + (1000 * rank() if FAULT == "data" else 0))
+        ids = torch.randint(0, 64, (17,), generator=draws)
+        return {"input_ids": ids[:-1], "labels": ids[1:]}
+
+
+def data(split):
+    return Tokens()
+"""
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "lora": {
+        "name": "huggingface", "task": "causal-lm", "config": LLAMA,
+        "adapter": {"kind": "lora", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.cases(thorough=["gpt-schedule", "gpt-hook"], rest="nightly")
+@pytest.mark.parametrize("fault", ["", "schedule", "hook", "data"], ids=["healthy", "schedule", "hook", "data"])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_stands_beside_a_model(job: JobFile, model: str, fault: str) -> None:
+    """A schedule, a hook and data of the user's that differ by rank, beside a GPT and a LoRA."""
+    (job.directory / "beside.py").write_text(BESIDE % fault)
+    if MODELS[model]:
+        pytest.importorskip("peft", reason="needs hpctrain-huggingface[peft]")
+        job.tables["model"] = MODELS[model]
+    job.tables["dataset"] = {"name": "beside:data", "seq_length": 16}
+    if model == "gpt":
+        job.set(model={"max_seq_length": 16})
+    job.set(schedule={"name": "beside:factor"}, plugins={"load": ["beside"]}, batch={"micro_size": 2})
+    job.set(evaluation={"every_steps": 2})
+    done = run(hpctrain("prove", "job.toml", "--json", "--layout", "2 sharding.stage=3"), job.directory, 280)
+    found = json.loads(done.out)
+    assert found["holds"] == (not fault) and done.code == (5 if fault else 0), done
+    first = found["layouts"][0]
+    if fault == "data":
+        assert "the dataset 'beside:data' is not the same on all ranks" in first["first"], first
+    elif fault:
+        name = "token_embedding.weight" if model == "gpt" else "q_proj.lora_A.default.weight"
+        assert f"{name} at step 1" in first["first"] and "a schedule, a hook or an optimizer" in first["hint"], first
+
+
 def test_what_can_t_be_proved_is_told(job: JobFile) -> None:
     done, _ = prove(job, "--layout", "two")
     assert done.code == 2 and "found 'two', expected a number of ranks first" in done.err, done

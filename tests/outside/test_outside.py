@@ -10,8 +10,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +149,63 @@ def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: 
     assert found != pytest.approx([loss for loss, _ in whole], rel=1e-4), "it isn't data parallelism"
 
 
+class PlainMuon(torch.optim.Optimizer):
+    """Muon on whole matrices: its iteration is a polynomial of their singular values."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.state[p].setdefault("sum", torch.zeros_like(p))
+                total.mul_(0.95).add_(p.grad)
+                u, s, v = torch.linalg.svd(total.double(), full_matrices=False)
+                s = s / (s.norm() + 1e-7)
+                for _ in range(5):
+                    s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+                scale = max(1, p.shape[0] / p.shape[1]) ** 0.5
+                p.mul_(1 - 0.1 * group["lr"]).sub_((u @ s.diag() @ v).to(p.dtype) * scale, alpha=group["lr"])
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (1, {}),
+    "stage 1": (2, {"sharding": {"stage": 1}}),
+    "stage 2 on three ranks": (3, {"sharding": {"stage": 2}}),
+    "stage 3 on three ranks": (3, {"sharding": {"stage": 3}}),
+    "tensor 2, stage 1": (4, {"sharding": {"stage": 1}, "parallelism": {"tensor": 2}}),
+    "tensor 2, stage 3": (4, {"sharding": {"stage": 3}, "parallelism": {"tensor": 2}}),
+    "pipeline 2, stage 2": (4, {"sharding": {"stage": 2}, "parallelism": {"pipeline": 2}}),
+    "replicate 2, stage 2": (2, {"sharding": {"stage": 2}, "parallelism": {"replicate": 2}}),
+}
+
+
+@pytest.mark.cases(thorough=["stage 2 on three ranks", "tensor 2, stage 1"], rest="nightly")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_of_whole_matrices(long_job: JobFile, python: str, layout: str) -> None:
+    """Muon, whose update of a matrix needs all of it, is the same on each layout, begun and ended by one process."""
+    vectors = {"method": "adamw", "lr": 0.002}
+    long_job.tables["optimizer"] = {
+        "name": "muon", "lr": 0.02,
+        "groups": [{"pattern": "*embedding*", **vectors}, {"max_dims": 1, **vectors}],
+    }  # fmt: skip
+    whole = json.loads(json.dumps(long_job.tables))
+    ranks, tables = LAYOUTS[layout]
+    for steps, n, changes in ((2, 1, {}), (4, ranks, tables), (6, 1, {})):
+        long_job.tables = {**json.loads(json.dumps(whole)), **changes}
+        job = long_job.set(job={"steps": steps})
+        done = run(hpctrain("run", "job.toml", "-n", str(n), python=python), job.directory)
+        assert done.code == 0, done
+    module = module_of({**whole, "optimizer": {"name": "adamw", "lr": 1.0}}, torch.float32)
+    by_rows = {name: p for name, p in module.named_parameters() if p.dim() < 2 or "embedding" in name}
+    matrices = PlainMuon([p for name, p in module.named_parameters() if name not in by_rows], {"lr": 0.02})
+    others = torch.optim.AdamW(by_rows.values(), lr=0.002, betas=(0.9, 0.95), weight_decay=0.1)
+    expected = []
+    for ids, labels in batches_of({**whole, "optimizer": {"name": "adamw", "lr": 1.0}}):
+        module.zero_grad()
+        expected.append(_step(partial(gpt_loss, module, ids, labels), matrices))
+        others.step()
+    assert job.losses() == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.nightly
 def test_a_strategy_made_of_the_toolkit(long_job: JobFile, python: str) -> None:
     """Several buckets, micro batches, and compressed sums whose error feedback is by parameter."""
@@ -188,6 +248,50 @@ def _average(ranks: list[list[torch.Tensor]]) -> None:
         mean = (one + other) / 2
         one.copy_(mean)
         other.copy_(mean)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """The address of an HTTP server that keeps what it gets by PUT."""
+    home = tmp_path / "server"
+    home.mkdir()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, directory=str(home), **kwargs)
+
+        def do_PUT(self) -> None:
+            path = Path(self.translate_path(self.path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(201)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+@pytest.mark.cases(thorough=["hdf5"], rest="nightly")
+@pytest.mark.parametrize("format", ["hdf5", "dcp", "per-rank"])
+def test_checkpoints_on_a_server(long_job: JobFile, python: str, server: str, format: str) -> None:
+    """Of any format, on two ranks; the run's directory is lost, and the run goes on from the server's copy."""
+    long_job.tables["hook"] = [{"name": "mirror", "url": server}]
+    job = long_job.set(checkpoint={"format": format})
+    train(job, python, "--set", "job.steps=4")
+    losses = job.losses()
+    shutil.rmtree(job.output)
+    assert "resuming     from step 4" in train(job, python).out
+    plain = {key: value for key, value in job.tables.items() if key not in ("hook", "checkpoint")}
+    expected = [loss for loss, _ in train_gpt(plain, torch.float32)[1]]
+    assert losses + job.losses() == pytest.approx(expected, rel=2e-6)
+    job.tables["hook"][0]["url"] = "http://127.0.0.1:9"
+    gone = run(hpctrain("run", "job.toml", "--set", "job.output_dir=new", python=python), job.set().directory)
+    assert gone.code == 2 and "mirror: http://127.0.0.1:9 doesn't answer: " in gone.err, gone
 
 
 @pytest.mark.nightly

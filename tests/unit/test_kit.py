@@ -24,6 +24,7 @@ from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = ["HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel"]
 """Faults of the default tier: found in a run, before one, between ranks, and after a resume."""
+NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ == "faulty.habits"]
 EACH_COMMIT = {
     "activation_checkpointing.full", "checkpoint.hdf5", "communicator.mpi", "compression.powersgd", "dataset.synthetic",
     "hook.ema", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline", "parallelism.tensor",
@@ -62,7 +63,7 @@ def tier(plugin: str) -> object:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.cases(default=QUICK, rest="thorough")
+@pytest.mark.cases(default=QUICK, nightly=NIGHTLY, rest="thorough")
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
     """With a sentence that names the plugin, its slot and the promise."""

@@ -28,6 +28,8 @@ from hpctrain_tools.testing.runs import STEPS
 
 _PUBLIC = ("api", "toolkit", "testing")
 """Modules of hpctrain whose every name is public."""
+# scalers try a larger scale every 2000 updates
+_UPDATES = 2100
 _WORDS = get_args(get_type_hints(JobState)["word"])
 
 
@@ -111,11 +113,14 @@ def _precision(kit: Kit) -> None:
                 return kit.breaks("scales the loss by a number above zero", f"its scale is {scaler.scale}")
             scaler.update(finite)
         other.restore(scaler.state())
+        for updates in range(_UPDATES):
+            if other.scale != scaler.scale or other.state() != scaler.state():
+                found = f"the scale is {other.scale:g} once {scaler.scale:g} was restored, {updates} updates later"
+                return kit.breaks("its scaler's state holds all that a resume needs", found)
+            for one in (scaler, other):
+                one.update(updates % 7 != 0 or updates > 20)
     except (RuntimeError, ValueError):  # it looks at the ranks of a job
-        return None
-    if other.scale != scaler.scale or other.state() != scaler.state():
-        found = f"the scale is {other.scale:g} once {scaler.scale:g} was restored"
-        kit.breaks("its scaler's state holds all that a resume needs", found)
+        pass
     return None
 
 

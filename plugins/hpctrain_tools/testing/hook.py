@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ DIRECTORY = "record"
 
 
 _Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+_SETTINGS: dict[str, Callable[[], object]] = {
+    "set_grad_enabled": torch.is_grad_enabled,
+    "set_default_dtype": torch.get_default_dtype,
+    "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "set_num_threads": torch.get_num_threads,
+}
 
 
 class RecorderOptions(Options):
@@ -58,11 +66,13 @@ class _Recording:
         """Whether a forward has drawn random numbers."""
         self._before: dict[str, Tensor] = {}
         """The parameters before the evaluation."""
+        self._settings: dict[str, object] = {}
 
     @hookimpl
     def hpctrain_job_start(self, job: Job, step: int, model: LiveModel) -> None:
         self._directory = job.output_dir.parent / DIRECTORY
         self._directory.mkdir(exist_ok=True)
+        self._settings = {name: setting() for name, setting in _SETTINGS.items()}
         if self._options.still:
             for module in model.module.modules():
                 if isinstance(module, _Dropout):
@@ -97,8 +107,9 @@ class _Recording:
     ) -> Generator[None, object, object]:
         gradients = {} if self._diverges else {name: model.gradient(name).cpu() for name in model.shapes}
         found = yield
-        if not torch.is_grad_enabled():
-            self._note("leaves torch's settings alone", "left torch.set_grad_enabled(False) behind")
+        for name, setting in _SETTINGS.items():
+            if setting() != self._settings[name]:
+                self._note("leaves torch's settings alone", f"left torch.{name}({setting()}) behind")
         if not model.module.training:
             self._note("leaves the model in training mode", "left the module in evaluation mode")
         kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.api import Plugin
+from hpctrain.data.order import SampleOrder
 from hpctrain.plugins.slots import SLOTS
 from hpctrain_tools.testing.runs import MIDDLE, STEPS
 
@@ -37,6 +38,15 @@ SPIKING: dict[str, Any] = {
     "guard": {"non_finite": "skip"},
 }
 """Tables of a model of which a gradient on one rank is infinite in some steps, which are left out."""
+STUMBLING: dict[str, Any] = {
+    "model": {"name": f"{__name__}:Odd", "loss": f"{__name__}:stumbling_loss"},
+    "dataset": {"name": f"{__name__}:ordered"},
+    "guard": {"non_finite": "rollback"},
+    "checkpoint": {"every_steps": MIDDLE},
+}
+"""Tables of a run that goes back from step 6 to step 4, and on with the rows that follow."""
+STEADFAST = {**STUMBLING, "dataset": {**STUMBLING["dataset"], "leaves_out": True}}
+"""The same without the rows that it went back over."""
 _USUAL: dict[str, dict[str, Any]] = {
     "model": {key: value for key, value in JOB["model"].items() if key != "name"},
     "dataset": {"samples": 60, "validation_samples": 13},
@@ -68,10 +78,40 @@ def rows(split: str) -> Rows | None:
     return {"train": Rows(60, 1), "validation": Rows(13, 2)}.get(split)
 
 
+class Ordered(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows that a run reads in their order. Those of steps 5 and 6 are left out, or one of step 6 makes gradients infinite."""
+
+    def __init__(self, leaves_out: bool) -> None:
+        self._rows, self._leaves_out = Rows(12 * (STEPS + 4), 3), leaves_out
+        order = SampleOrder(len(self._rows), JOB["job"]["seed"], self.fingerprint()).at(0, len(self._rows))
+        self._places = {int(index): place for place, index in enumerate(order)}
+
+    def fingerprint(self) -> str:
+        """The same for both: they are read in one order."""
+        return "rows in order"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        place, size = self._places[index], int(JOB["batch"]["global_size"])
+        if self._leaves_out and place >= MIDDLE * size:
+            place = (place + 2 * size) % len(self._rows)
+        row = self._rows[place]
+        if place == (MIDDLE + 1) * size + 1:
+            row["labels"] = torch.zeros_like(row["labels"])
+        return row
+
+
+def ordered(split: str, leaves_out: bool = False) -> Ordered | Rows | None:
+    """The data of a run that goes back to a checkpoint."""
+    return Ordered(leaves_out) if split == "train" else rows(split)
+
+
 class _Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.inner, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(1))
+        self.inner, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.dropout = nn.Dropout(dropout)
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
@@ -79,7 +119,7 @@ class _Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training:
             self.seen += 1
-        found: Tensor = hidden + self.scale * self.dropout(torch.tanh(self.inner(hidden)))
+        found: Tensor = hidden + self.scale.to(hidden.dtype) * self.dropout(torch.tanh(self.inner(hidden)))
         return found
 
 
@@ -124,6 +164,12 @@ def spiking_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     losses = loss_of_rows(outputs, labels)
     is_first = (labels[:, -1] == _first_label()) & (labels[:, 0] != -100)
     return torch.where(is_first, _Spike.apply(losses), losses) if is_first.any() else losses  # type: ignore[no-untyped-call]
+
+
+def stumbling_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Losses of `loss_of_rows`, with an infinite gradient of rows whose labels are zeros."""
+    losses, is_marked = loss_of_rows(outputs, labels), labels.eq(0).all(1)
+    return torch.where(is_marked, _Spike.apply(losses), losses) if is_marked.any() else losses  # type: ignore[no-untyped-call]
 
 
 def _first_label() -> int:

@@ -10,15 +10,16 @@ import torch
 from hpctrain.base.errors import EXIT_USAGE
 from hpctrain_tools.testing.checkpoints import examine_files
 from hpctrain_tools.testing.descriptions import PROMISES as OF_DESCRIPTIONS
-from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADY
+from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADFAST, STEADY, STUMBLING
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
 from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, merged
 
-TRAINS, AGAIN, RESUMED = (
+TRAINS, AGAIN, RESUMED, BACK = (
     "trains as one process does",
     "trains alike twice",
     "goes on after a resume as if nothing had been",
+    "goes back to a checkpoint as if the steps after it had not been",
 )
 _LOSSES = ("row", "evaluation")
 _TOKENS: dict[str, Any] = {
@@ -55,7 +56,11 @@ def _resumed(
 ) -> None:
     found = kit.train(*tables, layout=layout, then=then)
     where = f"{layout}, resumed after step {MIDDLE} on {then}"
-    if kit.expect(RESUMED, found, whole, tolerance, where) and f"from step {MIDDLE}" not in found.screen:
+    if (
+        found.code != EXIT_USAGE
+        and kit.expect(RESUMED, found, whole, tolerance, where)
+        and f"from step {MIDDLE}" not in found.screen
+    ):
         kit.breaks(RESUMED, f"on {where}, it began anew")
 
 
@@ -71,6 +76,14 @@ def _alone(kit: Kit, *others: int, tables: tuple[Mapping[str, Any], ...] = ()) -
     _resumed(kit, whole, Layout(1), Layout(1), EXACT, *tables)
     if layouts:
         _resumed(kit, whole, layouts[0], layouts[-1], CLOSE, *tables)
+
+
+def _goes_back(kit: Kit, *layouts: Layout) -> None:
+    """A rollback, and what it was to have left."""
+    for layout in layouts:
+        found, expected = kit.train(STUMBLING, layout=layout), kit.train(STEADFAST, layout=layout)
+        if expected.code == 0:
+            kit.expect(BACK, found, expected, EXACT, f"{layout}, after a rollback")
 
 
 def _model(kit: Kit) -> None:
@@ -103,6 +116,7 @@ def _optimizer(kit: Kit) -> None:
         kit.expect(
             TRAINS, kit.train(ODD, layout=layout), odd, where=f"{layout}, a model with tied and unused parameters"
         )
+    _goes_back(kit, Layout(1), *[*_layouts(kit, 2)][:1])
 
 
 def _schedule(kit: Kit) -> None:
@@ -165,6 +179,7 @@ def _sharding(kit: Kit) -> None:
             kit.expect(RESUMED, resumed, found, EXACT, str(layout), _LOSSES)
         return
     _in_place(kit, layouts, CLOSE)
+    _goes_back(kit, layouts[-1])
 
 
 def _precision(kit: Kit) -> None:
@@ -199,6 +214,7 @@ def _compression(kit: Kit) -> None:
                 told = f"on {layout}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it"
                 kit.breaks("learns what a job without it learns", told)
             _resumed(kit, found, layout, layout, EXACT, free)
+            _goes_back(kit, layout)
         spiked, plain = (kit.train(SPIKING, layout=layout, own=one) for one in (True, False))
         both = [step for step in plain.steps if step in spiked.steps]
         taken = [step for step in both if _skipped(plain, step) != _skipped(spiked, step)]
@@ -274,6 +290,7 @@ def _hook(kit: Kit) -> None:
     for layout in _layouts(kit, 1, 3):
         kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE, str(layout))
     if max(whole.steps) == STEPS:
+        _goes_back(kit, Layout(1))
         _resumed(kit, whole, Layout(1), Layout(1), EXACT)
         for layout in [*_layouts(kit, 1)][:1]:
             _resumed(kit, whole, layout, Layout(1), CLOSE)

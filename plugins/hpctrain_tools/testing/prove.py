@@ -123,7 +123,13 @@ def _row(name: str, found: Record, one: Record, noise: Distances, resumed: bool 
     if difference is None and not notes:
         return Row(name, "alike", far)
     first = "; ".join(one for one in (str(difference or ""), notes) if one)
-    return Row(name, "differs", far, first, difference.hint(resumed) if difference is not None else "")
+    return Row(
+        name,
+        "differs",
+        far,
+        first,
+        difference.hint(resumed and difference.step > MIDDLE) if difference is not None else "",
+    )
 
 
 def parse_layout(text: str) -> Layout:

@@ -89,7 +89,11 @@ class Difference:
             return f"sums over another group, or a loss that isn't a mean: it is {ratio} of what it must be"
         if self.what.startswith("the loss"):
             return "draws that differ by rank, statistics of a batch, a batch that the model changes, or a loss that isn't a mean"
-        return "gradients that aren't summed over all ranks, or an optimizer that needs whole parameters"
+        if self.what.startswith("the norm of the parameter"):  # gradients are compared first
+            return (
+                "a schedule, a hook or an optimizer that does other things by rank, or one that needs whole parameters"
+            )
+        return "gradients that aren't summed over all ranks"
 
 
 def _ratio(found: str, expected: str) -> str:
