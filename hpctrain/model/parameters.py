@@ -18,6 +18,8 @@ from hpctrain.model.refusals import has_dims, refuse_unmatched
 
 __all__ = ["build_optimizer", "parameter_groups"]
 
+_EACH_WHOLE = WholeTensors()
+
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Every parameter and every buffer that belongs to the model's state, each once."""
@@ -96,7 +98,7 @@ def parameter_groups(
 
 
 def build_optimizer(
-    plugin: Optimizer, groups: Sequence[dict[str, Any]], whole: WholeTensors | None = None
+    plugin: Optimizer, groups: Sequence[dict[str, Any]], whole: WholeTensors = _EACH_WHOLE
 ) -> torch.optim.Optimizer:
     """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
 
@@ -108,10 +110,7 @@ def build_optimizer(
     options = plugin.options.model_dump()
     completed = [{**options, **group} for group in groups]
     own = [dict(group) for group in completed]
-    if isinstance(plugin, MatrixOptimizer):
-        optimizer = plugin.build_whole(own, whole or WholeTensors())
-    else:
-        optimizer = plugin.build(own)
+    optimizer = plugin.build_whole(own, whole) if isinstance(plugin, MatrixOptimizer) else plugin.build(own)
     known = [*optimizer.param_groups, *([optimizer.defaults] if optimizer.defaults else [])]
     if any("lr" not in one for one in known):
         raise UsageError(
