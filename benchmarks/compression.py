@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/compression.py [--steps N] [--kinds KIND ...]
 
-A kind is a compression, optionally with options: "top-k ratio=0.01". All ranks are on one node here, so each rank compresses
-inside the node. Bytes are counted by hpctrain.mpi from the first step to the last: rank 0's input to every collective, the
-loop's own few included. An all-reduce counts all of its numbers, an all-gather the rank's own part. The best algorithms send
-2 (N - 1) / N and N - 1 times as much per rank: the last column. With two ranks both factors are 1.
+A kind is a compression, optionally with options: "top-k ratio=0.01". Bytes are counted by
+hpctrain.mpi from the first step to the last: rank 0's input to every collective, the loop's own
+few included. An all-reduce counts all of its numbers, an all-gather the rank's own part. The best
+algorithms send 2 (N - 1) / N and N - 1 times as much per rank: the last column. With two ranks
+both factors are 1.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     tables["job"] |= {"output_dir": output} | ({} if steps is None else {"steps": steps})
     del tables["evaluation"], tables["checkpoint"]
     if name != "none":
-        tables["compression"] = {"name": name, "inside_nodes": True, **tomli.loads("\n".join(options))}
+        tables["compression"] = {"name": name, **tomli.loads("\n".join(options))}
     checked = check(RawJob(tables, {}, str(QUICKSTART)), dist.get_world_size())
     recorder = Recorder()
     checked.registry.manager.register(recorder)

@@ -25,7 +25,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     The function returns this rank's part of the mean loss over `divisor`.
     """
     parts = checked.parts
-    sums = GradientReducer(parts.compression, meshes, "")
+    sums = GradientReducer(parts.compression, meshes)
     built = build_model(checked.job, parts, meshes, sums, CPU, InitialValues())
     sharded, scaler = built.sharded, parts.precision.start()
     groups = parameter_groups(sharded.pieces(), built.trained, [])

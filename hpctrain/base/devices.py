@@ -148,12 +148,6 @@ def memory_left(device: torch.device) -> tuple[int, int] | None:
         return None
 
 
-def give_memory_back(device: torch.device) -> None:
-    """Give the memory of an accelerator back that torch keeps for later tensors."""
-    if is_accelerator(device):
-        torch.accelerator.empty_cache()
-
-
 def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
     """Random numbers drawn inside, on the CPU or on `device`, do not affect those drawn afterwards."""
     return torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)

@@ -175,11 +175,6 @@ def move_local(tensor: DTensor, values: Tensor) -> None:
     tensor._local_tensor.data = values
 
 
-def sparse_nbytes(tensor: Tensor) -> int:
-    """The bytes of a sparse COO tensor. `values()` and `indices()` refuse an uncoalesced tensor."""
-    return tensor._values().nbytes + tensor._indices().nbytes
-
-
 # Operators on many tensors at once, as torch's optimizers use them: one launch on a GPU instead of one per tensor.
 
 

@@ -9,7 +9,6 @@ from math import lcm, prod
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
-from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
@@ -27,11 +26,11 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
     return [
         *_of_evaluation(job),
         *_of_hooks(job),
-        *_of_guards(job, parts),
+        *_of_guards(job),
         *_of_model(job, parts, plan),
         *_of_axes(job, parts),
         *_of_dataset(job),
-        *_of_epochs(job, parts),
+        *_of_epochs(job),
         *_of_tokens(job, parts),
         *_of_compiling(job, plan),
         *(_of_layout(job, parts, plan, plan.data_ranks) if plan.data_ranks is not None else ()),
@@ -76,25 +75,12 @@ def _of_hooks(job: Job) -> Problems:
             yield PlacedProblem(("hook", i, "name"), f"[[hook]] name = {name!r} is listed twice; expected once")
 
 
-def _of_guards(job: Job, parts: Parts) -> Problems:
-    """Guards that the job's layout or its checkpoints don't allow."""
-    guard, sharding = job.guard, f"[sharding] {' = '.join(job.sharding.choice)}"
+def _of_guards(job: Job) -> Problems:
+    guard = job.guard
     if guard.rolls_back and not (job.checkpoint.every_steps or job.checkpoint.every_epochs):
         key: Key = ("guard", "non_finite" if guard.non_finite == "rollback" else "loss_spike")
         why = "a rollback needs checkpoints; expected [checkpoint] every_steps or every_epochs, found none"
         yield PlacedProblem.at(key, why)
-    talking = [f"[parallelism] {name} = {job.parallelism[name].size}" for name in parts.parallelism]
-    talking += ["[model] sync_batch_norm"] if job.model.sync_batch_norm else []
-    talking += [] if parts.sharding.may_sit_out else [sharding]
-    if guard.oom == "skip" and talking:
-        why = (
-            f"{talking[0]} communicates in forward and backward, where the other ranks would wait for the one without memory; "
-            'expected [sharding] stage 0, 1 or 2 without other axes; use oom = "stop"'
-        )
-        yield PlacedProblem.at(("guard", "oom"), why)
-    if guard.replica_check_every and parts.sharding.ranks_diverge:
-        why = f"with {sharding} ranks train weights of their own between sums; leave it out"
-        yield PlacedProblem.at(("guard", "replica_check_every"), why)
 
 
 def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
@@ -172,10 +158,6 @@ def _of_layout(job: Job, parts: Parts, plan: Plan, data_ranks: int) -> Problems:
             f"{per_step}, such as {near}"
         )
         yield PlacedProblem.at(("batch", "global_size"), why)
-    ranks = prod((plan.axes or {}).values())
-    if job.elastic is not None and job.elastic.min_ranks > ranks:
-        why = f"found {job.elastic.min_ranks}, but the job starts on {ranks}; expected at most as many, or more ranks"
-        yield PlacedProblem.at(("elastic", "min_ranks"), why)
 
 
 def _of_dataset(job: Job) -> Problems:
@@ -190,21 +172,11 @@ def _of_dataset(job: Job) -> Problems:
         yield PlacedProblem.at(("dataset", "collate"), why)
 
 
-def _of_epochs(job: Job, parts: Parts) -> Problems:
-    """Schedules by epoch without epochs, and smaller last batches where all must be of one shape."""
+def _of_epochs(job: Job) -> Problems:
+    """Schedules by epoch without epochs."""
     if job.schedule.unit == "epoch" and job.job.epochs is None:
         why = '"epoch" needs [job] epochs, which say how long the schedule is; give these instead of steps, or leave it out'
         yield PlacedProblem.at(("schedule", "unit"), why)
-    if job.batch.drop_last is not False:
-        return
-    key: Key = ("batch", "drop_last")
-    if job.model.sync_batch_norm:
-        why = "an epoch's last batch may leave a rank without samples, and batch norms take means over all"
-        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
-    one_shape = axis_of_one_shape(job, parts)
-    if one_shape is not None:
-        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller"
-        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
 
 
 def _of_tokens(job: Job, parts: Parts) -> Problems:

@@ -51,6 +51,7 @@ class Restored:
 class _Background:
     """A save on a thread, which sets `path` or `error`, and the seconds that it took."""
 
+    step: int
     thread: threading.Thread | None = None
     path: Path | None = None
     error: Exception | None = None
@@ -85,6 +86,8 @@ class CheckpointStore:
         self._group = group
         self._background_group, self._device = background_group, device
         self._background: _Background | None = None
+        self.newest: Path | None = None
+        """The newest complete checkpoint that was saved or restored, as far as background saves were waited for."""
         self.drain_seconds = 0.0
         """The time in which background saves that were waited for have written, on this rank, beside the training."""
         self._is_clean = False
@@ -95,14 +98,15 @@ class CheckpointStore:
         If it fails on one rank, all ranks raise OSError or CheckpointError, and earlier checkpoints are unchanged.
         """
         self.finish()
-        return self._save(step, state, self._group)
+        self.newest = self._save(step, state, self._group)
+        return self.newest
 
     def save_in_background(self, step: int, state: State) -> None:
         """Copy the state now and write the copy on a thread. First waits for the previous save and raises its error."""
         if self._background_group is None:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
-        group, running = self._background_group, _Background()
+        group, running = self._background_group, _Background(step)
         snapshot = together(self._group, lambda: self._writer.snapshot(state))
 
         def run() -> None:
@@ -118,6 +122,11 @@ class CheckpointStore:
         running.thread = threading.Thread(target=run, name=f"checkpoint-{step}", daemon=True)
         self._background = running
         running.thread.start()
+
+    @property
+    def background_step(self) -> int:
+        """The step of the save that runs in the background; 0 without one."""
+        return 0 if self._background is None else self._background.step
 
     def is_over(self) -> bool:
         """Whether a background save has ended on every rank, with or without success; doesn't wait. False without a save."""
@@ -137,6 +146,7 @@ class CheckpointStore:
         self.drain_seconds += running.seconds
         if running.error is not None:
             raise running.error
+        self.newest = running.path
         return running.path
 
     def restore(
@@ -165,7 +175,7 @@ class CheckpointStore:
         for directory in candidates:
             outcome = self._restore_one(directory, pieces, optional, required)
             if isinstance(outcome, Restored):
-                self._directory.began = outcome.step
+                self._directory.began, self.newest = outcome.step, outcome.path
                 return outcome
             reasons.append(outcome)
             for tensor, value in zip(may_lack, before, strict=False):  # without a next candidate, `before` is empty

@@ -1,4 +1,4 @@
-"""The command `hpctrain`: a file or a folder for each subcommand of the core, imported on use; tools and plugins add others."""
+"""The command `hpctrain`: `run`, imported on use; tools and plugins add the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUPS = {
     "More": ("plugins", "schema", "convert"),
 }
 """The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
-COMMANDS = ("check", "run")
+COMMANDS = ("run",)
 """The core's."""
 _EXAMPLE = """\b
 Example:

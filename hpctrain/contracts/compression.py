@@ -1,4 +1,4 @@
-"""The slot `compression`: how the gradients of the data-parallel ranks travel between nodes."""
+"""The slot `compression`: what data-parallel ranks do in place of summing a bucket of gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from hpctrain.contracts.plugin import Options, Plugin
 
 
 class CompressionOptions(Options):
-    """Options that every lossy compression has; the trainer itself acts on them."""
+    """The option that every lossy compression has; the trainer itself acts on it."""
 
-    inside_nodes: bool = Field(
-        default=False,
-        description="compress between the ranks of a node, too; else a node's gradients are summed whole in its memory "
-        "first, and only what nodes send each other is compressed",
-    )
     start_step: int = Field(default=0, ge=0, description="gradients of so many first steps travel whole")
 
 
@@ -29,19 +24,14 @@ class Compression(Plugin):
 
 
 class LossyCompression(Compression):
-    """Sends less than the gradients are.
-
-    Under hybrid sharding the sum over the replicas is compressed, else the one over all data-parallel ranks. The trainer
-    first sums within each node; then one rank of each node takes the bucket through the compressor, another one for the
-    next bucket; and their node gets the sum from them. With `inside_nodes` each rank counts as a node.
-    """
+    """Sends less than the gradients are, in the sum over all data-parallel ranks; with replicas, in the sum over these."""
 
     Options = CompressionOptions
     options: CompressionOptions
 
     @abstractmethod
     def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
-        """Made once for each bucket, on the ranks of `group`: one of each node. Must not communicate."""
+        """Made once for each bucket, on all ranks of `group`. Must not communicate."""
 
 
 class Compressor(ABC):

@@ -131,9 +131,6 @@ class RunnerParts:
 class Runner(ABC):
     """The loop never forwards a model itself: it asks the runner."""
 
-    out_of_memory: str | None = None
-    """The lack of memory that the last `train` on this rank has survived, in words: its loss and gradients are not whole."""
-
     @abstractmethod
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         """Forward and backward of every micro batch; the sum of this rank's losses, a float64 scalar on the device.

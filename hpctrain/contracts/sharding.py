@@ -42,10 +42,6 @@ class Sharding(Plugin):
     """Whether ranks have different values of one parameter between calls of `ShardedModel.consolidate`. What keeps tensors of its
     own beside the pieces, such as averages of the weights, refuses that."""
 
-    may_sit_out: ClassVar[bool] = False
-    """Whether a rank can leave out forwards and backwards of a step and still take part in its sums, by `ShardedModel.begin` and
-    `synchronize` alone: nothing else communicates. `[guard] oom = "skip"` needs that."""
-
     @abstractmethod
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         """How `ranks` data-parallel ranks are cut into mesh axes, outermost first; the product of the sizes is `ranks`.

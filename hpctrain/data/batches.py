@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -19,6 +18,8 @@ from hpctrain.data.items import refuse_fewer_rows, refuse_other_item, refuse_reu
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
 
+_SHOWN = 32
+"""The most samples that a sentence names."""
 Drawn = tuple[int, "int | None"]
 """The index of a sample, and its position in the order; None in an evaluation. What the sample draws follows from both."""
 
@@ -51,48 +52,17 @@ def name_of_batch(planned: Planned) -> Name:
 
 
 def collated(source: Source, collate: Collate, items: list[Any], planned: Planned) -> Batch:
-    """A batch of samples."""
+    """A batch of samples. Raises TrainingError where torch's default_collate can't stack them."""
     try:
         return collate(items)
     except Exception as error:
         if collate is not default_collate and not isinstance(collate, PaddedStack):
             raise
-        numbers = planned.indices if isinstance(source, Samples) else None
-        raise TrainingError(_misfit(items, numbers, error)) from error
-
-
-def _misfit(items: Sequence[Any], numbers: Sequence[int] | None, error: Exception) -> str:
-    """A sentence about samples that torch's default_collate can't stack. numbers: their indices; None for items of a stream."""
-    remedy = (
-        'expected samples of one form, or [dataset] collate = "package.module:function" that pads them into a batch'
-    )
-    forms = [dict(_form(item)) for item in items]
-    usual = Counter(tuple(form.items()) for form in forms).most_common(1)[0][0]
-    odd = next((place for place, form in enumerate(forms) if tuple(form.items()) != usual), None)
-    if odd is None:
-        return f"the samples can't be made into a batch ({error}); {remedy}"
-    names = [f"sample {number}" for number in numbers] if numbers is not None else ["an item"] * len(items)
-    like = next(place for place, form in enumerate(forms) if tuple(form.items()) == usual)
-    place = next(place for place in {**forms[like], **forms[odd]} if forms[like].get(place) != forms[odd].get(place))
-    has = "has"
-    found, other = (forms[which].get(place, "nothing") for which in (odd, like))
-    if type(items[odd]) is not type(items[like]):
-        has, place, found, other = "is", "", *(f"a {type(items[which]).__name__}" for which in (odd, like))
-    where = f" as its {place}" if place else ""
-    return f"{names[odd]} of the data {has} {found}{where}, and {names[like]} in the same micro batch {has} {other}; {remedy}"
-
-
-def _form(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The places of a sample, each with what is there: ("entry 0", "a Tensor of shape (5,)")."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _form(inner, f"{name}.{key}" if name else repr(key))
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            yield from _form(inner, f"{name}.{number}" if name else f"entry {number}")
-    else:
-        shape = getattr(value, "shape", None)
-        yield name, f"a {type(value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+        numbers = f" {', '.join(map(str, planned.indices[:_SHOWN]))}" if isinstance(source, Samples) else ""
+        raise TrainingError(
+            f"the samples{numbers} can't be made into a batch ({error}); expected samples of one form, or [dataset] collate = "
+            '"package.module:function" that pads them into a batch'
+        ) from error
 
 
 class Batches:

@@ -6,13 +6,11 @@ import errno
 import inspect
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -48,23 +46,6 @@ class _PassSampler:
         return self.plan
 
 
-class _Surroundings:
-    """The surroundings that a worker started by the rank would have inherited: set where this object is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _surround, (dict(os.environ), os.sched_getaffinity(0))
-
-
-def _surround(environment: dict[str, str], cores: set[int]) -> None:
-    # the server may be one that other code of the program has started
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    if dict(os.environ) != environment:
-        os.environ.clear()
-        os.environ.update(environment)
-    with suppress(OSError):  # they have been taken from the job
-        os.sched_setaffinity(0, cores)
-
-
 class _Timed:
     """Batches with the time that each took."""
 
@@ -75,17 +56,6 @@ class _Timed:
         begin = time.perf_counter()
         loaded = self._batches[planned]
         return loaded and replace(loaded, seconds=time.perf_counter() - begin)
-
-
-class _Sent(_Timed):
-    """Batches on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (_Surroundings(), _Timed(self._batches))
-
-
-def _received(_: object, batches: T) -> T:
-    return batches
 
 
 class Pool:
@@ -108,20 +78,18 @@ class Pool:
         self._requests = _PassSampler()
         self._processes: list[BaseProcess] = []
         self._lines: Sequence[Any] = ()
-        self._batches, self._method = batches, start_method
+        self._method = start_method
         self._here = _Timed(batches)
         self._loader = self._new_loader() if workers else None
 
     def _new_loader(self) -> DataLoader[Any]:
         """A loader whose workers have not started."""
-        sent = self._here
         # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
         method: Any = multiprocessing.get_context(self._method)
         if self._method == "forkserver":
             method.set_forkserver_preload([_PRELOADED])  # torch is imported once
-            sent = _Sent(self._batches)
         return DataLoader(
-            sent,  # type: ignore[arg-type]
+            self._here,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._requests,
             num_workers=self._workers,
@@ -200,6 +168,8 @@ def refuse_in_worker() -> None:
 
 def _begin(lines: Sequence[Any], labels: tuple[str, str], number: int) -> None:
     """Prepare a worker before its first sample. labels: of the rank's prints."""
+    # a fork server may be one that other code of the program has started
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     be_watched(lines[number])
     if not any(labels_of_prints()):  # a forked process has its rank's
         label_prints(*labels)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.base.errors import UsageError, escaped
-from hpctrain.base.safe_files import open_to_change, temporary_name
+from hpctrain.base.safe_files import open_to_change
 from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED
 
 FILE_NAME = "lock"
@@ -74,14 +74,6 @@ def set_aside(directory: Path) -> Path | None:
         return directory.rename(next(name for name in names if not os.path.lexists(name)))
     finally:
         lock.close()
-
-
-def put_back(aside: Path, directory: Path) -> Path:
-    """Undo `set_aside`; returns the new name of what a later run has left in `directory`. Raises OSError."""
-    between = temporary_name(directory)
-    directory.rename(between)
-    aside.rename(directory)
-    return between.rename(aside)
 
 
 def _locked(file: IO[str]) -> bool:

@@ -174,9 +174,6 @@ class BatchTable(Table):
     packing: bool = False
     """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
     one length; each attends to itself alone."""
-    drop_last: bool | None = None
-    """End each epoch with its own samples where global batches don't divide it: true drops the rest, false makes a smaller batch of
-    it, as torch's DataLoader does (default: the next epoch's samples fill it)."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
@@ -195,10 +192,6 @@ class BatchTable(Table):
         if self.packing and self.tokens is None:
             raise error_of_several_keys(
                 "expected packing with tokens and micro_tokens, found global_size and micro_size"
-            )
-        if self.drop_last is not None and self.tokens is not None:
-            raise error_of_several_keys(
-                "expected drop_last with global_size and micro_size, found tokens and micro_tokens"
             )
         return self
 
@@ -340,13 +333,6 @@ class CommunicatorTable(SlotTable):
     for the first step; the watchdog keeps to its own limit afterwards."""
 
 
-class ElasticTable(Table):
-    """[elastic]"""
-
-    min_ranks: int = Field(ge=1)
-    """The fewest ranks with which `hpctrain run --hostfile` goes on while slots are missing. The global batch stays."""
-
-
 class LossSpikeTable(Table):
     """[guard] loss_spike = { ... }"""
 
@@ -366,10 +352,6 @@ class GuardTable(Table):
     the update out, or go back to the newest checkpoint and on with the samples that follow."""
     loss_spike: LossSpikeTable | None = None
     """Reaction to a loss far above the ones before it (default: none)."""
-    oom: Literal["stop", "skip"] = "stop"
-    """Reaction to a rank that runs out of memory in forward or backward: stop, or leave the update out on all ranks."""
-    replica_check_every: int = Field(default=0, ge=0)
-    """Interval in steps at which ranks that hold the same parameters compare them, and stop if they differ; 0 is never."""
     limit: int = Field(default=10, ge=1)
     """The most steps in a row to leave out, and the most rollbacks to one checkpoint; the next one stops the job."""
 
@@ -382,7 +364,7 @@ class GuardTable(Table):
     def may_leave_out(self) -> bool:
         """Whether any guard may leave the update of a step out and train on."""
         spike = self.loss_spike.action if self.loss_spike else "warn"
-        return self.non_finite != "stop" or spike in ("skip", "rollback") or self.oom == "skip"
+        return self.non_finite != "stop" or spike in ("skip", "rollback")
 
 
 class WatchdogTable(Table):
@@ -475,7 +457,6 @@ class Job(Table):
     communicator: CommunicatorTable = CommunicatorTable()
     watchdog: WatchdogTable = WatchdogTable()
     profile: ProfileTable = ProfileTable()
-    elastic: ElasticTable | None = None
     logger: list[LoggerTable] = []
     hook: list[HookTable] = []
     metric: list[MetricTable] = []

@@ -72,7 +72,6 @@ class Partitioned(Sharding):
     options: PartitionedOptions
     tells_spans = True
     sums_by_piece = True
-    may_sit_out = True
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": replicate, "dp_shard": ranks // replicate}

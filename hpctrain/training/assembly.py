@@ -45,7 +45,7 @@ def build(start: Start, checked: CheckedJob) -> TrainedModel:
     meshes = build_meshes(layout_of(job, parts, identity.size), device)
     building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
     with start.hooks.phase("build", 0), building:
-        return TrainedModel(job, parts, meshes, identity.node, device, start.hooks)
+        return TrainedModel(job, parts, meshes, device, start.hooks)
 
 
 def build_frozen(start: Start, checked: CheckedJob) -> tuple[Built, Meshes]:
@@ -53,7 +53,7 @@ def build_frozen(start: Start, checked: CheckedJob) -> tuple[Built, Meshes]:
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
     meshes = build_meshes(layout_of(job, parts, identity.size), device)
-    sums = GradientReducer(parts.compression, meshes, identity.node)
+    sums = GradientReducer(parts.compression, meshes)
     with start.hooks.phase("build", 0):
         return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False), meshes
 
@@ -86,7 +86,7 @@ def complete(
     )  # fmt: skip
     further = further or {}
     replicas = [
-        Replicas(one.module, one.meshes, identity, one.job.guard.replica_check_every, its_name)
+        Replicas(one.module, one.meshes, identity, its_name)
         for its_name, one in [(name, model), *further.items()] if not one.parts.sharding.ranks_diverge
     ]  # fmt: skip
     told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
@@ -107,15 +107,12 @@ def complete(
     for name, value in describe(session, reads).items():
         report.say(f"{name:<12} {value}")
     if progress.step:
-        report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
+        report.say(f"resuming     from step {progress.step} ({session.newest})")
         for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
             report.say(f"schedule     {sentence}")
     if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
         report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; [model] "
                    "sync_batch_norm = true takes those of all ranks")  # fmt: skip
-    replicated = [one.exist() for one in replicas]
-    if job.guard.replica_check_every and not any(replicated):
-        report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
-
-from rich.cells import cell_len
-from rich.console import Console as Terminal
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import Any, TextIO
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
@@ -33,6 +28,8 @@ _KEPT = 3
 """The first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch."""
 _NARROWEST_BAR = 8
 """Columns; parts of the line are left out until there are as many."""
+# of a terminal, by the first word of a part of the line, or what it is
+_COLOURS = {"loss": "36", "best": "35", "skipped": "1;33", "step": "1", "done": "32", "left": "2", "elapsed": "2"}
 
 
 class Console:
@@ -48,7 +45,6 @@ class Console:
         self._speaks, self._live = identity.rank == 0, channel.terminal
         self._begin = time.monotonic() if begin is None else begin
         self._best = best or BestSoFar()
-        self._terminal = Terminal(highlight=False, force_terminal=True, file=own(sys.stdout)) if self._live else None
         self._bar = ""
         """The bar as the terminal shows it; "" if there is none."""
         self._last_line = self._last_draw = -_SECONDS_BETWEEN_LINES
@@ -78,9 +74,7 @@ class Console:
                 self.line(text)
         if self._live and (last or now - self._last_draw >= _SECONDS_BETWEEN_DRAWS):
             self._last_draw = now
-            words = _words(row, counts, remark, self._best.words(with_step=False))
-            with suppress(OSError):  # rich flushes a terminal that is gone
-                self._draw(row, steps, words, elapsed, eta)
+            self._draw(row, steps, _words(row, counts, remark, self._best.words(with_step=False)), elapsed, eta)
 
     def _tell_evaluation(self, row: Mapping[str, Any], steps: int, counts: str) -> None:
         told = {
@@ -99,25 +93,20 @@ class Console:
 
     def _draw(self, row: Mapping[str, Any], steps: int, words: Sequence[str], elapsed: str, eta: str) -> None:
         """Draw one line in place of the last bar; what has no room is left out, the last words first."""
-        assert self._terminal is not None
         begin, shown, times = f"{row['step']}/{steps}", list(words), f"elapsed {elapsed}  ETA {eta}"
-        width = self._terminal.width - 1  # a full line would wrap on some terminals
-        while shown and sum(map(cell_len, [begin, *shown, times])) + 2 * len(shown) + 4 + _NARROWEST_BAR > width:
+        width = shutil.get_terminal_size().columns - 1  # a full line would wrap on some terminals
+        while shown and len("  ".join([begin, *shown, times])) + 2 + _NARROWEST_BAR > width:
             if len(shown) == _KEPT and times.startswith("elapsed"):
                 times = f"{elapsed}  ETA {eta}"
             else:
                 shown.pop()
-        told = [Text(one, style=_style(one)) for one in shown]
-        line = Table.grid(padding=(0, 2, 0, 0), expand=True, pad_edge=False)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        for _ in [*told, times]:
-            line.add_column(no_wrap=True)
-        bar = ProgressBar(total=steps, completed=row["step"], complete_style="green", finished_style="green")
-        line.add_row(Text(begin, style="bold"), bar, *told, Text(times, style="dim"))
-        with self._terminal.capture() as captured:
-            self._terminal.print(line, width=width, end="")
-        Labelled.bar = self._bar = captured.get().rstrip("\n")
+        room = max(0, width - len("  ".join([begin, *shown, times])) - 2)
+        done = room * row["step"] // steps
+        mark = _mark(own(sys.stdout))
+        bar = _coloured(mark * done, "done") + _coloured(mark * (room - done), "left")
+        told = [_coloured(one, one.split()[0]) for one in shown]
+        line = "  ".join([_coloured(begin, "step"), bar, *told, _coloured(times, "elapsed")])
+        Labelled.bar = self._bar = line
         put(CLEAR_LINE + self._bar, own(sys.stdout))
 
     def close(self) -> None:
@@ -143,5 +132,15 @@ def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]
     ]
 
 
-def _style(words: str) -> str:
-    return {"loss": "cyan", "best": "magenta", "skipped": "bold yellow"}.get(words.split()[0], "")
+def _coloured(text: str, kind: str) -> str:
+    colour = None if "NO_COLOR" in os.environ else _COLOURS.get(kind)
+    return text if colour is None else f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def _mark(file: TextIO | None) -> str:
+    """The mark that a bar is made of: in ASCII where the file takes nothing else."""
+    try:
+        "━".encode(getattr(file, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return "-"
+    return "━"

@@ -44,9 +44,6 @@ class RankFigures(Generic[T]):
     route: T = _LEFT_OUT
     """TrainedModel.route."""
 
-    out_of_memory: T = _LEFT_OUT
-    """1 if a forward or backward ran out of memory."""
-
     terms: T = _LEFT_OUT
     """Tokens or samples that the rank's losses are summed over, 1 for a program's mean; 0 where another rank counts them."""
 
@@ -107,15 +104,13 @@ def figures_of_update(
     """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises ContractError for different gradients,
     TrainingError where ranks ran other blocks."""
     model.refuse_other_routes([one.route for one in ranks])
-    out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
     losses = [one.loss for one in ranks]
     norms = model.totals.norms([one.square for one in ranks])
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
     if math.isfinite(norm) and not model.parts.sharding.ranks_diverge:
         refuse_different_norms(model.parts, norms, model.scaler.scale)
     overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
-    loss = math.nan if out_of_memory else sum(losses) / divisor
-    return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
+    return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
 
 
 def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -> None:

@@ -9,17 +9,16 @@ from functools import partial
 from typing import Any
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from hpctrain.ranks.json_collectives import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import Ask, Asking, evaluate, refuse_unmeasured
 from hpctrain.training.figures import figures_of_update
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import is_compiled, look
+from hpctrain.training.look import look
 from hpctrain.training.metrics import EvaluationRow, gather_row
 from hpctrain.training.packing_trial import try_packing
-from hpctrain.training.saving import finish_saving, save_before_evaluation, save_if_due
+from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
-from hpctrain.training.starts import first_step_seconds, note_first_step
 from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, moment, show_model, start_hooks
 
 
@@ -36,10 +35,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     start_hooks(session)
     look(session)
     try_packing(session)
-    compiles = bool(sum_of(session.job.compile.enabled or is_compiled(session.model.module)))
-    if compiles:
-        stops = strongest(partial(too_late_to_compile, session))
-    if progress.step and progress.evaluation is None and not stops:
+    if progress.step and progress.evaluation is None:
         stops = evaluate_if_due(session, partial(urgent, stop))  # left out at a signal, to save first
     steps.begin()
     try:
@@ -50,10 +46,6 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
             with explained(session, f"in step {progress.step + 1}"):
                 stops, update = train_step(steps)
             losses.append(update.figures.loss)
-            if compiles and progress.step == begun + 1:
-                session.deadline.unseen = steps.row["step_seconds"]
-                if session.identity.rank == 0:
-                    note_first_step(session.job.output_dir, steps.row["step_seconds"])
             if steps.act([update]):
                 del losses[max(0, progress.step - begun) :]
                 continue  # nothing to save: the model is that of a checkpoint
@@ -77,7 +69,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
         "losses": losses,
         "metrics": steps.row,
         "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
-        "checkpoint": session.saved.newest,
+        "checkpoint": session.newest,
         "exit_code": code,
         "interrupted": code == EXIT_STOPPED and stops == INTERRUPTED,
     }
@@ -100,9 +92,6 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     with session.meters.counting(micro_batches):
         # forward and backward; buckets are summed as they fill
         loss_sum = model.runner.train(micro_batches, count, step)
-    lacks_memory = model.runner.out_of_memory is not None
-    if lacks_memory:
-        session.meters.count_again()
     with position.inside("sums of gradients", step):
         model.sharded.synchronize()
     if step == session.progress.first_step:
@@ -117,10 +106,9 @@ def train_step(steps: Steps) -> tuple[int, Update]:
             mine,
             loss=loss_sum * model.loss_share,
             square=model.totals.square(gradients),
-            out_of_memory=float(lacks_memory),
             route=model.route(),
             of_runner=model.runner.figures(),
-            named=model.named_losses.figures(whole=not lacks_memory),
+            named=model.named_losses.figures(),
         ).exchanged(partial(gather_row, device=session.device))
     steps.compare_replicas(step, ranks)
     figures = figures_of_update(session, model, ranks, count)
@@ -151,18 +139,6 @@ def urgent(stop: StopRequest, seconds: float) -> int:
     return stop.level if stop.is_urgent else 0
 
 
-def too_late_to_compile(session: Session, _: float) -> int:
-    """This rank's request to stop at the start, where the first step of the last start took longer than what is left."""
-    if (left := session.deadline.left) == math.inf:
-        return 0
-    if (known := first_step_seconds(session.job.output_dir)) is None:
-        session.report.say(f"compile      takes a time not known yet, nor counted in the {left:.0f} s that are left")
-        return 0
-    session.report.say(f"compile      took {known:.0f} s in the last start's first step, and {left:.0f} s are left")
-    # without reserve: some kernels are kept, and a job with too little time has to get on
-    return STOPPED if session.deadline.leaves_no(known, reserve=1.0) else 0
-
-
 def evaluation_is_due(session: Session) -> bool:
     """Whether the job asks for an evaluation of this step; the last one has one, too."""
     table, progress = session.job.evaluation, session.progress
@@ -176,7 +152,6 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
     if not evaluation_is_due(session):
         return 0
     progress = session.progress
-    save_before_evaluation(session)
     session.model.consolidate()
     show_model(session, "hpctrain_evaluation_start", step=progress.step)
     moved = partial(session.hooks.position.move, "evaluation")
@@ -186,11 +161,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         session.hooks.phase("evaluation", progress.step),
         explained(session, f"in the evaluation of step {progress.step}"),
     ):
-        if session.deadline.unseen:
-            asking.level = strongest(lambda _: ask(session.deadline.unseen))
-            session.deadline.unseen = 0.0
-        loader = session.feed.validation_loader
-        found = None if asking.level else evaluate(session.model, session.parts, loader(), moved, asking)
+        found = evaluate(session.model, session.parts, session.feed.validation_loader(), moved, asking)
     show_model(session, "hpctrain_evaluation_end", step=progress.step)
     if found is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")

@@ -85,7 +85,7 @@ class StepRow:
     """The metrics of one optimizer step of all ranks."""
 
     loss: float
-    """The mean over the tokens or samples of the global batch; `null` if a rank ran out of memory or the loss is not finite."""
+    """The mean over the tokens or samples of the global batch; `null` if it is not finite."""
 
     named_losses: Mapping[str, float]
     """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict; keys `NAME` for the others of a dict
@@ -238,20 +238,15 @@ class NamedLosses:
         names, self._mine = list(self._mine), {}
         return names
 
-    def figures(self, whole: bool = True) -> list[Figure]:
+    def figures(self) -> list[Figure]:
         """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
 
-        The names are those of the first call with some, or in which the step of all ranks is `whole`: only ranks with the model's
-        outputs know them. The calls until then are collective. Raises TrainingError for other names.
+        The names are those of the first call, which is collective: only ranks with the model's outputs know them. Raises
+        TrainingError for other names.
         """
         mine, self._mine = self._mine, {}
         if self._names is None:
-            of_ranks = gather_values((list(mine), whole))
-            found = list(dict.fromkeys(name for names, _ in of_ranks for name in names))
-            if found or all(complete for _, complete in of_ranks):
-                self._names = found
-        if self._names is None:
-            return []
+            self._names = list(dict.fromkeys(name for names in gather_values(list(mine)) for name in names))
         new = [name for name in mine if name not in self._names]
         if new:
             raise TrainingError(

@@ -8,32 +8,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
-from hpctrain.checking.check import CheckedJob
+from hpctrain.base.errors import EXIT_CANCELLED, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import retell_model_error
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.failure import end_on_signals
-from hpctrain.ranks.meeting import World
 from hpctrain.ranks.rank_channel import RankChannel, own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import assemble
 from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.start import ANSWERING, TRAINING, started
+from hpctrain.training.start import TRAINING, started
 
 __all__ = ["run"]
 
@@ -117,27 +112,13 @@ def exits_refused() -> Iterator[None]:
         ) from leave
 
 
-Answer: TypeAlias = Callable[[CheckedJob, World, torch.device, LifeCycle], dict[str, Any]]
-"""The answer of a job's model to a question; collective, equal on all ranks."""
-
-
-def answer_on_rank(
-    identity: Identity, read: Callable[[], RawJob], answer: Answer, channel: RankChannel
-) -> dict[str, Any]:
-    """Meet the other ranks, agree on the job, and ask its model."""
-    end_on_signals(channel)
-    with started(identity, read, channel, ANSWERING) as start, exits_refused():
-        found = answer(start.checked, start.world, start.device, start.hooks)
-    return {**found, "exit_code": EXIT_DONE}
-
-
 def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     """Say on the screen how the run ended. seconds: that it took."""
     directory = session.job.output_dir
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED
         why = AS_CANCELLED if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
-        newest = session.saved.newest
+        newest = session.newest
         where = "before anything was trained" if newest is None else f"saved in {newest}"
         session.report.say(f"{STOPPED}{result['step']} of {session.progress.steps}{why}, {where}")
         return
@@ -150,5 +131,5 @@ def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> 
         session.report.say(f"{DONE}{result['step']}, {ended}")
     else:
         session.report.say(f"{DONE}{result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    newest = session.saved.newest
+    newest = session.newest
     session.report.say(f"results      {directory / 'metrics.jsonl'}{'' if newest is None else f', {newest}'}")

@@ -29,6 +29,8 @@ from hpctrain.training.meters.goodput import Goodput, first_start
 from hpctrain.training.progress import BestSoFar
 from hpctrain.training.starts import note_lost
 
+LOG = logging.getLogger("hpctrain")
+
 _LONGEST_ROW = 2**20
 """The longest line of metrics.jsonl, in bytes."""
 
@@ -47,63 +49,30 @@ class Report:
         self._speaks = identity.rank == 0
         self._best = BestSoFar.by(keep)
         self._console = Console(identity, channel, self._best, begin)
-        self._records: Records | None = None
+        self._metrics: MetricsFile | None = None
+        self._writers: list[tuple[str, LogWriter]] = []
+        """The loggers that are open, with their names."""
+        self._goodput = Goodput(0.0)
 
-    def open(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
-        """Open the records for rows after `step`. Raises the errors of `Records`."""
-        if self._speaks:
-            self._records = Records(output_dir, loggers, step, self._best)
+    def open(self, output_dir: Path, loggers: Sequence[Logger], step: int, under_way: bool = False) -> None:
+        """Open metrics.jsonl and the loggers for rows after `step`.
 
-    def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
-        """Drop the rows after `step`, as a resume does. Raises UsageError if metrics.jsonl can't be written."""
-        if self._records is not None:
-            self._records.close()
-            self._records = Records(output_dir, loggers, step, self._best, under_way=True)
-
-    def say(self, message: str) -> None:
-        """Print a line on the screen."""
-        self._console.line(message)
-
-    def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
-        """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
-        if self._records is not None:
-            row = self._records.with_goodput(plain_row(row))
-            self._records.write(row)
-            self._console.progress(row, steps, counts, remark)
-
-    def close(self) -> None:
-        """The run has ended."""
-        self._console.close()
-        if self._records is not None:
-            self._records.close()
-
-
-LOG = logging.getLogger("hpctrain")
-
-
-class Records:
-    """The records of a run, on rank 0."""
-
-    def __init__(
-        self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int, best: BestSoFar, under_way: bool = False
-    ) -> None:
-        """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't.
-
-        best: is told of the evaluations before. under_way: the run has trained already, and does without a logger that can't be
-        opened.
+        Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't. under_way: the run has
+        trained already, and does without a logger that can't be opened.
         """
-        path, now = output_dir / METRICS, time.time()
-        self._goodput = Goodput(first_start(output_dir, now))
+        if not self._speaks:
+            return
+        path = output_dir / METRICS
+        self._goodput = Goodput(first_start(output_dir, time.time()))
         try:
-            self._metrics = MetricsFile(path, resumed_step, self._goodput, best)
+            self._metrics = MetricsFile(path, step, self._goodput, self._best)
         except OSError as error:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
         if self._goodput.lost_steps:
-            note_lost(output_dir, resumed_step, self._goodput.lost_steps, self._goodput.lost_seconds)
-        self._writers: list[tuple[str, LogWriter]] = []  # with the logger's name
+            note_lost(output_dir, step, self._goodput.lost_steps, self._goodput.lost_seconds)
         for logger in loggers:
             try:
-                self._writers.append((logger.name, logger.open(output_dir, resumed_step)))
+                self._writers.append((logger.name, logger.open(output_dir, step)))
             except Exception as error:
                 if under_way:
                     _tell_dropped(logger.name, error)
@@ -113,21 +82,39 @@ class Records:
                     raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
                 raise
 
-    def with_goodput(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row of a step with the goodput until then."""
-        self._goodput.see(row)
-        share = self._goodput.share(time.time()) if "seconds" in row else None
-        return row if share is None else {**row, "goodput": share}
+    def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
+        """Drop the rows after `step`, as a resume does. Raises UsageError if metrics.jsonl can't be written."""
+        if self._speaks:
+            self._close_files()
+            self._best.forget()
+            self.open(output_dir, loggers, step, under_way=True)
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Write one row to all destinations."""
-        self._metrics.write(dict(row))
-        self._ask_writers(lambda writer: writer.log(copy.deepcopy(dict(row))))
+    def say(self, message: str) -> None:
+        """Print a line on the screen."""
+        self._console.line(message)
+
+    def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
+        """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
+        if self._metrics is None:
+            return
+        plain = plain_row(row)
+        self._goodput.see(plain)
+        if "seconds" in plain and (share := self._goodput.share(time.time())) is not None:
+            plain["goodput"] = share
+        self._metrics.write(plain)
+        self._ask_writers(lambda writer: writer.log(copy.deepcopy(plain)))
+        self._console.progress(plain, steps, counts, remark)
 
     def close(self) -> None:
         """The run has ended."""
-        self._metrics.close()
+        self._console.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         self._ask_writers(lambda writer: writer.close())
+        self._metrics, self._writers = None, []
 
     def _ask_writers(self, ask: Callable[[LogWriter], None]) -> None:
         """Drop a writer that raises (its server or disk is gone), with a warning. metrics.jsonl has every row."""
@@ -151,7 +138,6 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int, goodput: Goodput, best: BestSoFar) -> None:
         """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written. goodput, best:
         see the rows that stay; goodput loses the others."""
-        best.forget()
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.writelines(_rows_until(path, resumed_step, goodput, best))

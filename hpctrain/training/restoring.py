@@ -21,7 +21,7 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
 from hpctrain.training.model_state import ModelValues, numbers_to_save, pieces_to_save, refuse_absent, restore_model
-from hpctrain.training.saving import as_typed, plugin_states
+from hpctrain.training.saving import plugin_states
 from hpctrain.training.session import Session
 
 _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
@@ -89,7 +89,7 @@ def roll_back(session: Session) -> None:
         one.sums.consolidate()  # the state of compression is one rank's in a checkpoint, and zero on the others
     states = plugin_states(session)
     pieces = together(world_group(), lambda: pieces_to_save(model, model.optimizer, states))
-    restored = _read(session, pieces, session.saved.newest)
+    restored = _read(session, pieces, session.store.newest)
     assert restored is not None  # a path is given
     values = _checked_values(restored)
     progress.go_back(restored.step, math.nan if values.loss is None else values.loss)
@@ -153,7 +153,6 @@ def _take_over(
     together(world_group(), lambda: restore_model(session.model, values, pieces))
     for one in session.models:
         one.sharded.refresh()
-    session.saved.newest = as_typed(restored.path)
 
 
 def _tell_of_absent(session: Session, names: list[str]) -> None:
@@ -162,7 +161,7 @@ def _tell_of_absent(session: Session, names: list[str]) -> None:
         count = sum_of(sum(name.startswith(prefix) for name in names))
         if count:
             session.report.say(
-                f"{what:<12} {count} of its tensors are not in {session.saved.newest}; they begin as in a new run"
+                f"{what:<12} {count} of its tensors are not in {session.newest}; they begin as in a new run"
             )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.base.devices import give_memory_back
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
-from hpctrain.training.guard.memory import lack_of_memory, shortage
+from hpctrain.training.guard.memory import lack_of_memory
 
 LOG = logging.getLogger("hpctrain")
 
@@ -46,42 +45,30 @@ class CompiledLoss:
 class PlainRunner(Runner):
     """Forward and backward of one micro batch, then of the next."""
 
-    def __init__(self, parts: RunnerParts, survives: bool = False) -> None:
-        """survives: whether `train` goes on without memory. The rank then sits out the rest of the step: see
-        Sharding.may_sit_out."""
-        self._parts, self._survives = parts, survives
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
         self._modules = list(parts.module.modules())
 
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
-        parts, self.out_of_memory = self._parts, None
+        parts = self._parts
         if not all(one.training for one in self._modules):  # sets an attribute of each, which takes longer than a look
             parts.module.train()
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
         for i, micro in enumerate(micro_batches):
             parts.sharded.begin(last=i == len(micro_batches) - 1)
-            if self.out_of_memory is None:
-                total += self._train_on(micro, divisor, step)
+            total += self._train_on(micro, divisor, step)
         return total
 
-    def _train_on(self, micro: MicroBatch, divisor: int, step: int) -> Tensor | float:
+    def _train_on(self, micro: MicroBatch, divisor: int, step: int) -> Tensor:
         """Forward and backward of one micro batch; its loss."""
         parts = self._parts
         parts.seed_draws(step, micro)
-        try:
-            with parts.context():
-                with parts.phase("forward", step):
-                    loss = self._loss(micro, step)
-                with parts.phase("backward", step):
-                    parts.backward_from(loss, divisor).backward()
-        except (RuntimeError, MemoryError) as error:
-            lack = lack_of_memory(error)
-            if lack is None or not self._survives:
-                raise
-            self.out_of_memory = shortage(lack, parts.device)
-        else:
-            return loss.detach()
-        give_memory_back(parts.device)  # here the error's frames, which hold activations, are gone
-        return 0.0
+        with parts.context():
+            with parts.phase("forward", step):
+                loss = self._loss(micro, step)
+            with parts.phase("backward", step):
+                parts.backward_from(loss, divisor).backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], see: See) -> tuple[Tensor, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
+from hpctrain.checkpoint.directory import step_of
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import SOURCE, TIED
@@ -21,12 +21,9 @@ from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts
 from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
-from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
+from hpctrain.ranks.json_collectives import together, world_group
 from hpctrain.training.model_state import optimizer_to_save, pieces_to_save, state_of_model, values_to_save
 from hpctrain.training.session import Session
-
-_LOSABLE = 60.0
-"""Seconds of training. A save before every evaluation would write twice as much; one at each start costs little."""
 
 
 def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
@@ -57,22 +54,20 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> boo
         with session.hooks.position.inside("save", session.progress.step):
             finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
     if due:
-        _try_to_save(session, final, excused and not final)
+        _save(session, final, excused and not final)
     return due
 
 
-def _try_to_save(session: Session, final: bool, excused: bool) -> bool:
-    """Save this step; whether that has not failed. excused: whether a failure is only printed."""
+def _save(session: Session, final: bool, excused: bool) -> None:
+    """Save this step. excused: whether a failure is only printed."""
     try:
         session.deadline.save_begins()
         with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
             save(session, final)
         if final or not session.job.checkpoint.asynchronous:
             session.deadline.saved()
-        return True
     except (OSError, CheckpointError) as error:
         save_failed(session, session.progress.step, error, excused)
-        return False
 
 
 def is_due(session: Session) -> bool:
@@ -81,24 +76,6 @@ def is_due(session: Session) -> bool:
     if table.every_steps and progress.step % table.every_steps == 0:
         return True
     return progress.completes(session.feed.samples_of(table.every_epochs))
-
-
-def save_before_evaluation(session: Session) -> None:
-    """Save before the first evaluation of this start, which may fail, if that would lose more than _LOSABLE.
-
-    Later evaluations do what the first one did. Where saving changes the training (error feedback is summed, ranks' own weights are
-    averaged), it waits until the job asks for it.
-    """
-    job, progress = session.job, session.progress
-    has_evaluated = progress.evaluation is not None and progress.evaluation[0] > progress.first_step
-    changes_training = session.parts.sharding.ranks_diverge or job.compression.name != "none"
-    if has_evaluated or progress.step == progress.first_step or changes_training:
-        return
-    if not broadcast_value(time.monotonic() - session.saved.at > _LOSABLE):
-        return
-    finish_saving(session, excused=True)
-    if _try_to_save(session, final=True, excused=True):  # complete before the evaluation begins
-        session.report.say(f"saved        step {progress.step}, before its evaluation: {session.saved.newest}")
 
 
 def save(session: Session, final: bool) -> None:
@@ -113,18 +90,17 @@ def save(session: Session, final: bool) -> None:
     state = State(pieces_to_save(model, optimizer, states), values)
     if session.job.checkpoint.asynchronous and not final:
         session.store.save_in_background(step, state)
-        session.saved.background_step = step
     else:
-        _note(session, session.store.save(step, state), step)
+        _note(session, session.store.save(step, state))
 
 
 def finish_saving(session: Session, excused: bool) -> None:
     """Wait for a background save. Its failure is printed if `excused`; otherwise it ends the training."""
-    step = session.saved.background_step
+    step = session.store.background_step
     try:
         path = session.store.finish()
         if path is not None:
-            _note(session, path, step)
+            _note(session, path)
         session.deadline.saved()
     except (OSError, CheckpointError) as error:
         save_failed(session, step, error, excused)
@@ -133,21 +109,14 @@ def finish_saving(session: Session, excused: bool) -> None:
 def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
     """Print the failure and go on, or stop with exit 4. Older checkpoints stay unchanged."""
     if not excused:
-        newest = session.saved.newest or "none"
-        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {newest})"
+        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {session.newest or 'none'})"
         raise TrainingError(message) from error
     session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
 
 
-def _note(session: Session, path: Path, step: int) -> None:
+def _note(session: Session, path: Path) -> None:
     """Tell plugins of a checkpoint that is complete."""
-    session.saved.newest, session.saved.at = as_typed(path), time.monotonic()
-    together(world_group(), lambda: session.hooks.call("hpctrain_checkpoint_saved", step=step, path=path))
-
-
-def as_typed(path: Path) -> Path:
-    """The path as a user at rank 0 would type it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    together(world_group(), lambda: session.hooks.call("hpctrain_checkpoint_saved", step=step_of(path), path=path))
 
 
 def plugin_states(session: Session) -> list[PluginState]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +23,6 @@ from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.trained_model import TrainedModel
-
-
-@dataclass
-class Saved:
-    """The checkpoints of this run so far."""
-
-    newest: Path | None = None
-    """The newest one that is complete."""
-    at: float = field(default_factory=time.monotonic)
-    """Time of its save, or of the start, on time.monotonic()."""
-    background_step: int = 0
-    """The step of the newest background save."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +48,15 @@ class Session:
     meters: Meters
     further: Mapping[str, TrainedModel] = field(default_factory=dict)
     """Models that a program trains besides `model`, by their names."""
-    saved: Saved = field(default_factory=Saved)
     control: Control = field(default_factory=Control)
     queries: Queries | None = None
     """Questions of other terminals; those of rank 0 count."""
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run that is complete, as a user at rank 0 would type it."""
+        path, here = self.store.newest, Path.cwd()
+        return path.relative_to(here) if path is not None and path.is_relative_to(here) else path
 
     def schedule_place(self, model: TrainedModel) -> tuple[int, int]:
         """The place in the model's schedule, from 0, and its length: in steps or epochs, as [schedule] unit says."""

@@ -22,9 +22,8 @@ from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
 from hpctrain.job.environment import cached_on_node, described, in_effect, refuse_shared_caches
-from hpctrain.job.output_lock import OutputLock, put_back, set_aside
+from hpctrain.job.output_lock import OutputLock, set_aside
 from hpctrain.job.raw import RawJob
-from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -133,11 +132,6 @@ def take_signals(start: Start) -> None:
     start.channel.answers_signals()
 
 
-def label_output(start: Start) -> None:
-    """Put the rank before users' lines."""
-    start.undo.enter_context(labelled_prints(start.identity))
-
-
 def agree(start: Start) -> None:
     """Agree on the job that rank 0 reads."""
     start.checked = agree_on_job(start.world, start.read)
@@ -147,7 +141,7 @@ def agree(start: Start) -> None:
 
 def take_directory(start: Start) -> None:
     """Take the job's directory, and write this rank's log there."""
-    identity, checked, aside = start.identity, start.checked, list[Path]()
+    identity, checked = start.identity, start.checked
     directory = checked.job.output_dir
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
@@ -155,13 +149,12 @@ def take_directory(start: Start) -> None:
 
     def take() -> None:
         if start.resume == "never":
-            aside.extend(_set_aside(directory))
+            _set_aside(directory)
         elif start.resume != "auto":
             refuse_other_run(Path(start.resume), resolved_tables(checked))
         write_resolved(checked, identity.size, start.lock)
 
     start.world.share("output", take)  # by rank 0, before anything is built
-    start.undo.push(lambda kind, *_: _give_back(aside, directory) if kind else None)
     start.undo.enter_context(logged_to_file(directory, identity))
     if text := described(checked.raw.tables):
         LOG.info("environment: %s", text)  # each rank's own
@@ -206,8 +199,6 @@ def watch(start: Start) -> None:
 
 
 TRAINING: tuple[Step, ...] = (meet, take_signals, agree, take_directory, communicate, watch)
-ANSWERING: tuple[Step, ...] = (meet, label_output, agree, communicate)
-"""The steps of commands that ask a trained model."""
 
 
 @contextmanager
@@ -273,29 +264,16 @@ def _patience(job: Job) -> float:
     return max(table.timeout_seconds, _COMPILATION) if waits else table.timeout_seconds
 
 
-def _give_back(aside: Sequence[Path], directory: Path) -> None:
-    """Give an earlier run its directory back if this one has failed before its first step."""
-    metrics = directory / METRICS
-    if aside and not (metrics.exists() and metrics.stat().st_size):
-        with suppress(OSError):
-            failed = put_back(aside[0], directory)
-            tell(
-                f"hpctrain: no step was trained: the earlier run is in {directory} again, the log of this start in {failed}"
-            )
-
-
-def _set_aside(directory: Path) -> list[Path]:
-    """Rename an earlier run's directory: `--resume never` deletes nothing. Returns the new name, if there was a run."""
+def _set_aside(directory: Path) -> None:
+    """Rename an earlier run's directory: `--resume never` deletes nothing."""
     try:
         aside = set_aside(directory)
     except OSError as error:
         raise UsageError(
             f"[job] output_dir: {directory} holds an earlier run and can't be renamed ({reason(error)}); use another output_dir"
         ) from None
-    if aside is None:
-        return []
-    tell(f"hpctrain: --resume never: the earlier run is in {aside} now")
-    return [aside]
+    if aside is not None:
+        tell(f"hpctrain: --resume never: the earlier run is in {aside} now")
 
 
 def _cancel_mark(checked: CheckedJob) -> int | None:

@@ -170,22 +170,18 @@ class Steps:
         """The row, and the runner's remark for the screen. Arguments as for `end`."""
         session, model, figures = self.session, self.session.model, update.figures
         seconds = time.perf_counter() - self._begin
-        lacks_memory = bool(figures.out_of_memory)
         means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
         of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
         row = StepRow(
             loss=figures.loss,
-            # without memory they lack what some micro batches would have added
-            named_losses={}
-            if lacks_memory
-            else {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}},
+            named_losses={**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}},
             lr=update.lr,
-            grad_norm=math.nan if lacks_memory else figures.norm,
+            grad_norm=figures.norm,
             count=count,
             step_seconds=seconds,
             per_second=count / seconds,
             ranks=len(ranks),
-            rank_loss={"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 and not lacks_memory else {},
+            rank_loss={"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 else {},
             loss_scale=None if type(model.scaler) is LossScaler else model.scaler.scale,
             measured=session.meters.row([one.of_meters for one in ranks], seconds, partial(LOG.warning, "%s")),
             of_runner=of_runner,
@@ -216,8 +212,8 @@ class Steps:
             session.report.say(f"guard        step {step}{left_out}: {why}")
             return False
         finish_saving(session, excused=True)
-        newest = session.saved.newest
-        if verdict.action == "rollback" and newest is not None and session.model.guard.may_go_back_to(newest):
+        newest = session.newest
+        if verdict.action == "rollback" and newest is not None and model.guard.may_go_back_to(newest):
             roll_back(session)
             session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")
             return True
@@ -227,11 +223,6 @@ class Steps:
 
 def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:
     """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
-    if verdict.cause == "oom":
-        lacks = gather_values((session.identity.node, model.runner.out_of_memory))
-        return ", ".join(
-            f"rank {rank} on {node} ran out of memory: {why}" for rank, (node, why) in enumerate(lacks) if why
-        )
     if verdict.cause == "loss_spike":
         return verdict.said
     clauses = [verdict.said, *([samples] if samples else [])]

@@ -57,12 +57,11 @@ class TrainedModel:
         job: Job,
         parts: Parts,
         meshes: Meshes,
-        node: str,
         device: torch.device,
         hooks: LifeCycle,
         values: InitialValues | None = None,
     ) -> None:
-        """Builds the model. Collective. node: this rank's node, for messages. values: None for those of the seed."""
+        """Builds the model. Collective. values: None for those of the seed."""
         values = values or InitialValues()
         self.job, self.parts, self._hooks, self.meshes = job, parts, hooks, meshes
         self.spec, self.guard = parts.model, Guard(job.guard)
@@ -71,7 +70,7 @@ class TrainedModel:
         self.remark = ""
         """A sentence for the user about the loss, once it was tried in the first forward."""
         self._own_axes = {own for _, own in meshes.own_groups}
-        self.sums = GradientReducer(parts.compression, meshes, node)
+        self.sums = GradientReducer(parts.compression, meshes)
         if not isinstance(parts.precision.forward(device), AbstractContextManager):
             raise broken(parts.precision, "gave no context manager in forward", "a context around forward and loss")
         built = build_model(job, parts, meshes, self.sums, device, values)
@@ -116,7 +115,7 @@ class TrainedModel:
             self._forwarded, self.named_losses.add, compiled_loss,
         )  # fmt: skip
         brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
-        return brought[0] if brought else PlainRunner(mine, survives=self.job.guard.oom == "skip")
+        return brought[0] if brought else PlainRunner(mine)
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""

@@ -45,7 +45,7 @@ def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str
 def test_two_ranks_in_bf16_are_near_one_in_fp32(job: JobFile) -> None:
     """As typed; tests/ranks/test_stages.py compares every mode with a single process."""
     job.tables["optimizer"] = OPTIMIZERS["sgd"]
-    job.set(job={"steps": 10}, precision={"mode": "bf16"}, compression={"name": "bf16", "inside_nodes": True})
+    job.set(job={"steps": 10}, precision={"mode": "bf16"}, compression={"name": "bf16"})
     two = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert two.code == 0, two
     one = run(

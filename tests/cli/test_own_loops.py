@@ -265,7 +265,7 @@ data = [(x, x.sum(0, keepdim=True).sin()) for x in torch.randn(64, 3)]
 for name in ("dropping", "whole"):
     job = {"job": {"name": name, "steps": 6, "output_dir": name}}
     tables = {"dataset": {"name": data}, "batch": {"global_size": 8, "micro_size": 4}}
-    with hpctrain.own_loop(job, **tables, compression={"name": "top-k", "inside_nodes": True, "ratio": 0.1}) as loop:
+    with hpctrain.own_loop(job, **tables, compression={"name": "top-k", "ratio": 0.1}) as loop:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
         model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))

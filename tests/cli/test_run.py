@@ -106,14 +106,10 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     assert sorted(path.name for path in (job.directory / "out.1" / "checkpoints").glob("step-*"))[-1] == "step-00000004"
     words = hpctrain("run", "job.toml", "-n", "2", "--resume", "never", "--set", "model.weights='gone'")
     failed = run(words, job.directory)
-    assert (
-        failed.code == 2
-        and "no step was trained: the earlier run is in out again, the log of this start in out.2" in failed.err
-    )
-    assert job.losses() == first and not (job.directory / "out.2" / "checkpoints").exists(), failed
-    (job.directory / "out.2").rename(job.directory / "failed")
+    assert failed.code == 2 and "the earlier run is in out.2 now" in failed.err, failed
+    assert job.losses("out.2") == first
     changed = run(hpctrain("run", "job.toml", "--resume", "never", "--set", "job.seed=9"), job.directory)
-    assert changed.code == 0 and "the earlier run is in out.2 now" in changed.err and job.losses() != first, changed
+    assert changed.code == 0 and "the earlier run is in out.3 now" in changed.err and job.losses() != first, changed
     assert run(hpctrain("run", "job.toml", "--resume", "never"), job.directory).code == 0
     older = run(
         hpctrain("run", "job.toml", "--resume", "out/checkpoints/latest", "--set", "job.steps=4"), job.directory
@@ -384,7 +380,7 @@ def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
     job.set(job={"steps": 16})
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert done.code == 4 and done.err.count("\n") == 1, done
-    assert "loss nan, gradient norm nan, expected finite numbers; sample 60 has nan in its entry 0; " in done.err, done
+    assert "loss nan, gradient norm nan, expected finite numbers; sample 60 has nan; " in done.err, done
     assert "not finite is the loss of rank " in done.err, done
     assert "in backward order that is not finite is that of bias (Linear)" in done.err, done
     skipping = ["--set", "guard.non_finite=skip", "--set", "job.output_dir=skipping"]
@@ -416,8 +412,6 @@ def test_a_rank_without_memory_ends_all_with_what_would_help(job: JobFile) -> No
     assert done.code == 4 and done.err.count("\n") == 1, done
     assert "rank 1 on " in done.err and "ran out of memory in step 3: asked for 20.00 GiB; what helps" in done.err, done
     assert '[activation_checkpointing] mode = "full"; [sharding] stage = 3, found 0; [batch] micro_size = 3' in done.err
-    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "guard.oom=skip"), job.directory)
-    assert done.code == 0 and "step 3 left out (1 in a row, at most 10): rank 1 on " in done.out, done
 
 
 NORMED = """

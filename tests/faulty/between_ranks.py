@@ -164,7 +164,7 @@ class NoRefresh(Zero1):
 
 # compression
 
-compression = lambda told: planted("compression", "name", told, 2, compression={"inside_nodes": True})  # noqa: E731
+compression = lambda told: planted("compression", "name", told, 2)  # noqa: E731
 
 
 class _Compression(LossyCompression):

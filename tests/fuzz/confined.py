@@ -182,12 +182,12 @@ def _command(words: list[str]) -> dict[str, Any]:
 def _restore(path: Path) -> int:
     """Restore as a resume does, into tensors like those of the checkpoint `whole`."""
     import torch
+    from hpctrain_tools.checkpoint.writing import alone
 
     from hpctrain.api import Piece
     from hpctrain.base.errors import HpctrainError
     from hpctrain.checkpoint.finding import find_checkpoint
     from hpctrain.checkpoint.store import CheckpointStore
-    from hpctrain.checkpoint.writing import alone
     from hpctrain.plugins.registry import build_registry
 
     formats = build_registry(()).made("checkpoint")

@@ -213,7 +213,7 @@ def test_a_strategy_made_of_the_toolkit(long_job: JobFile, python: str) -> None:
     train(job, python, "--set", "job.steps=3")
     train(job, python)
     compare(job, train_gpt({**job.tables, "sharding": {}}, torch.float32)[1])
-    everything = {"name": "top-k", "ratio": 1.0, "inside_nodes": True}
+    everything = {"name": "top-k", "ratio": 1.0}
     train(job.set(compression=everything, job={"output_dir": "compressed"}), python)
     compare(job, train_gpt({**job.tables, "sharding": {}, "compression": {}}, torch.float32)[1])
 

@@ -40,28 +40,6 @@ class Loud(Model):
         return x * 100
 
 
-class Starved(Model):
-    def react(self, x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 is full.")
-
-
-class LateStarved(Model):
-    """Its memory ends in the backward, when the gradients of the last layer are there."""
-
-    def react(self, x: Tensor) -> Tensor:
-        return _NoBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(context: object, gradient: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
-
-
 def data(split: str) -> list[tuple[Tensor, Tensor]] | None:
     if split != "train":
         return None

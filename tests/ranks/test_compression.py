@@ -1,16 +1,14 @@
-"""Compressed gradients and residuals, compared with plain torch; nodes, stages, resume and loss scaling."""
+"""Compressed gradients and residuals, compared with plain torch; stages, replicas, resume and loss scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import training
 from hpctrain_plugins.compression.powersgd import PowerSGDCompressor
 from hpctrain_plugins.compression.top_k import TopKCompressor
 from torch import Tensor
@@ -19,7 +17,6 @@ from training import SGD, Rows, job, session_of, train_here
 import hpctrain.mpi
 from hpctrain.api import Compressor, GradientBucket, Piece, Span
 from hpctrain.mpi.library import MPI
-from hpctrain.ranks.detection import detect
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
@@ -36,15 +33,8 @@ def only(ranks: int) -> pytest.MarkDecorator:
 SHAPES = [(), (7,), (61, 20), (13, 5, 3), (2, 2), (20, 61)]
 """Uneven shapes: one dim or none, too small to factor, and more than two dims."""
 PADDING = 5
-TOP_K = {"name": "top-k", "ratio": 0.05, "inside_nodes": True}
-POWERSGD = {"name": "powersgd", "rank": 2, "inside_nodes": True}
-
-
-@pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every two ranks form a node."""
-    identity = detect()
-    monkeypatch.setattr(training, "detect", lambda: replace(identity, node=f"node {identity.rank // 2}"))
+TOP_K = {"name": "top-k", "ratio": 0.05}
+POWERSGD = {"name": "powersgd", "rank": 2}
 
 
 def bucket_of(shapes: Sequence[tuple[int, ...]]) -> GradientBucket:
@@ -203,7 +193,7 @@ def losses(tables: dict[str, Any]) -> list[float]:
 @only(2)
 def test_complex_gradients_travel_whole(root) -> None:
     """16 bits have no imaginary part, and the factors of a real matrix are not those of a complex one."""
-    plain = tables(root, "bf16", {"name": "bf16", "inside_nodes": True})
+    plain = tables(root, "bf16", {"name": "bf16"})
     with session_of(plain) as session:
         bucket = GradientBucket([], 2, torch.complex64, torch.device("cpu"))
         gradients = torch.tensor([1 + 2j, 3j]) * (dist.get_rank() + 1)
@@ -237,8 +227,8 @@ def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 @only(4)
-def test_hybrid_sharding_compresses_between_the_replicas(root, pairs) -> None:
-    """Groups of two ranks are nodes, which need no option. Slices of parameters are compressed separately."""
+def test_hybrid_sharding_compresses_between_the_replicas(root) -> None:
+    """Slices of parameters are compressed separately."""
     layout = {"parallelism": {"replicate": 2}, "sharding": {"stage": 2, "reduce_bucket_size": 9000}}
     whole = losses(tables(root, "none", {"name": "none"}, **layout))
     for name, ratio in (("all", 1.0), ("some", 0.05)):
@@ -293,7 +283,7 @@ def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, An
     assert kept == pytest.approx(sum(float(t.norm()) for t in plain.states[-1][:1]), rel=0.5), "not times the scale"
 
 
-@pytest.mark.cases(nightly=["0-{'name': 'powersgd', 'rank': 2, 'inside_nodes': True}"], rest="thorough")
+@pytest.mark.cases(nightly=["0-{'name': 'powersgd', 'rank': 2}"], rest="thorough")
 @only(3)
 @pytest.mark.parametrize(("stage", "compression"), [(0, POWERSGD), (2, TOP_K)], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(root, stage: int, compression: dict[str, Any]) -> None:
@@ -337,47 +327,9 @@ def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixt
         assert "of its tensors are not in" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------ nodes
-
-
-@pytest.mark.thorough
-@only(2)
-def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = losses(tables(root, "none", {"name": "none"}))
-    capsys.readouterr()
-    assert losses(tables(root, "top-k", {"name": "top-k"})) == whole
-    if dist.get_rank() == 0:
-        assert "top-k has no effect: all" in capsys.readouterr().out
-
-
-@pytest.mark.cases(nightly=["2"], rest="thorough")
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 3 ranks, one is alone on its node. One rank of each node keeps a bucket's residual, and the ranks take turns."""
-    if (stage, dist.get_world_size()) == (0, 4):
-        pytest.skip("3 ranks show it; stage 2 has a way of its own where nodes are even")
-    options = {"sharding": {"stage": stage, "reduce_bucket_size": 9000}}
-    whole = losses(tables(root, "none", {"name": "none"}, **options))
-    for compression, bound in (({"name": "top-k", "ratio": 1.0}, 1e-6), ({"name": "bf16"}, 2e-3)):
-        found = losses(tables(root, str(bound), compression, **options))
-        assert found == pytest.approx(whole, rel=bound)
-        assert (found != whole) or bound == 1e-6
-    with session_of(tables(root, "some", {"name": "top-k", "ratio": 0.05}, **options), rows := Rows(None)) as session:
-        train(session, StopRequest())
-        mine = torch.tensor(sum(tensor.numel() for tensor in session.model.sums._state()))
-        buckets = session.model.sharded.buckets  # type: ignore[attr-defined]
-    assert mine > 0, "the ranks of a node take turns"
-    nodes = -(-dist.get_world_size() // 2)
-    assert summed(mine) == nodes * sum(bucket.numel for bucket in buckets)
-    assert [row["loss"] for row in rows.rows] != pytest.approx(whole, rel=1e-4)
-    if dist.get_rank() == 0:
-        assert f"top-k between {nodes} nodes" in capsys.readouterr().out
-
-
 @pytest.mark.thorough
 @only(3)
-def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
+def test_stage_3_sends_16_bits(root) -> None:
     curves = [losses(tables(root, name, {"name": name}, sharding={"stage": 3})) for name in ("none", "bf16", "fp16")]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-3) and curve != curves[0]
@@ -394,13 +346,13 @@ def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPa
     dist.barrier()
     monkeypatch.syspath_prepend(str(root))
     options = {"plugins": {"load": ["sign_of_the_docs"]}, "checkpoint": {"every_steps": 2}}
-    sign = {"name": "sign", "inside_nodes": True}
+    sign = {"name": "sign"}
     straight = losses(tables(root, "straight", sign, **options))
     losses(tables(root, "halves", sign, 2, **options))
     assert losses(tables(root, "halves", sign, 4, **options)) == straight[2:]
 
 
-@pytest.mark.cases(thorough=["pipeline-{'name': 'top-k', 'ratio': 0.05, 'inside_nodes': True}"], rest="nightly")
+@pytest.mark.cases(thorough=["pipeline-{'name': 'top-k', 'ratio': 0.05}"], rest="nightly")
 @only(4)
 @pytest.mark.parametrize(
     ("axis", "compression"), [("tensor", TOP_K), ("tensor", POWERSGD), ("pipeline", TOP_K)], ids=str

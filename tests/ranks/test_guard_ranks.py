@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training import job, nightly, session_of
+from training import job, session_of
 
 from hpctrain.api import Control, LiveModel, hookimpl
 from hpctrain.base.errors import TrainingError
-from hpctrain.job.problems import JobError
-from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 
@@ -89,31 +87,6 @@ def test_the_sentence_names_rank_and_gradient(root: Path) -> None:
     assert "first gradient in backward order that is not finite is that of layers.2.bias (Linear)" in said
 
 
-@pytest.mark.cases(default=["0-LateStarved"], rest="nightly")
-@pytest.mark.parametrize("model", ["Starved", "LateStarved"])
-@pytest.mark.parametrize("stage", [0, nightly(1), 2])
-def test_a_rank_without_memory_sits_out_and_no_rank_hangs(root: Path, stage: int, model: str) -> None:
-    """The other steps are those of a run that leaves out the same step for another reason."""
-    sharding = {"stage": stage, "reduce_bucket_size": 100}
-    starved = tables_of(root / "a", model, sharding=sharding, guard={"oom": "skip"})
-    left_out = tables_of(root / "b", "Broken", sharding=sharding, guard={"non_finite": "skip"})
-    found, expected = watched(starved), watched(left_out)
-    at = expected.fails_at()
-    assert found.fails_at() == at and found.rows[at]["guard"] == "oom" and found.rows[at]["skipped"]
-    assert found.unchanged_by(at)
-    assert found.losses[at] != found.losses[at]  # NaN: the loss of the samples without memory is not known
-    assert found.losses[:at] + found.losses[at + 1 :] == expected.losses[:at] + expected.losses[at + 1 :]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "tables", [{"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=["stage 3", "tensor"]
-)
-def test_where_a_rank_can_t_sit_out_the_job_is_refused(root: Path, tables: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=r"\[guard\] oom: .* communicates in forward and backward"):
-        watched(job(job={"output_dir": str(root)}, guard={"oom": "skip"}, **tables))
-
-
 @pytest.mark.cases(nightly=["3"], rest="thorough")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rollback_goes_on_with_the_samples_that_follow_also_after_a_resume(root: Path, stage: int) -> None:
@@ -138,47 +111,11 @@ def test_a_rollback_goes_on_with_the_samples_that_follow_also_after_a_resume(roo
 @pytest.mark.parametrize("stage", STAGES)
 def test_guards_that_never_fire_change_nothing(root: Path, stage: int) -> None:
     guard = {
-        "non_finite": "skip", "loss_spike": {"factor": 50.0, "window": 2, "action": "skip"}, "replica_check_every": 1,
-        **({"oom": "skip"} if stage == 0 else {}),
+        "non_finite": "skip", "loss_spike": {"factor": 50.0, "window": 2, "action": "skip"},
     }  # fmt: skip
     guarded = watched(tables_of(root / "a", "Model", sharding={"stage": stage}, guard=guard))
     plain = watched(tables_of(root / "b", "Model", sharding={"stage": stage}))
     assert guarded.losses == plain.losses and [row.keys() for row in guarded.rows] == [row.keys() for row in plain.rows]
-
-
-class Flips:
-    """One bit of a parameter flips on rank 1 after step 3."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @hookimpl
-    def hpctrain_step_end(self, step: int, model: LiveModel) -> None:
-        if step == 3 and dist.get_rank() == 1:
-            piece = next(one for one in model.pieces if one.name == self._name)
-            first = piece.tensor.data.view(-1)[:1].view(torch.int32)  # through .data torch does not notice
-            first ^= 1 << 5
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ["stage 0", "stage 1", "stage 3, replicated"])
-def test_a_flipped_bit_in_a_replica_is_found_and_named(root: Path, layout: str) -> None:
-    ranks = dist.get_world_size()
-    replicate = {"parallelism": {"replicate": 2 if ranks % 2 == 0 else ranks}} if "replicated" in layout else {}
-    stage = int(layout.split(",")[0][-1])
-    tables = tables_of(root, "Model", sharding={"stage": stage}, guard={"replica_check_every": 2}, **replicate)
-    name = "layers.1.weight"
-    if stage == 1:  # one that rank 1 updates
-        with session_of(tables) as session:
-            name = gather_values(session.model.pieces[0].name)[1]
-    with pytest.raises(TrainingError) as told, session_of(tables, Flips(name)) as session:
-        train(session, StopRequest())
-    said = str(told.value)
-    assert said.startswith("after 3 steps ") and name in said and "the last time after 2 steps" in said, said
-    if ranks == 2 or ("replicated" in layout and ranks == 4):
-        assert f"the replicas of {name} differ" in said and "rank 1 on " in said, said
-    else:
-        assert f"rank 1 on {session.identity.node}: found checksum " in said and "rank 0" not in said, said
 
 
 class Drifts:

@@ -188,23 +188,6 @@ def test_noncontiguous_slice_leaves_the_rest_alone(world):
         assert torch.equal(matrix[:, 1::2], torch.full((side, side // 2), float(world.rank + 1)))
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG], ids=["sum", "avg"])
-def test_sparse(world, op):
-    def make(rank: int) -> Tensor:
-        # Overlapping rows, a duplicate, and a rank (0) with nothing at all.
-        rows = list(range(rank)) + ([0] if rank else [])
-        return torch.sparse_coo_tensor([rows], torch.arange(2.0 * len(rows)).view(-1, 2) + rank, (8, 2))
-
-    tensor = make(world.rank)
-    dist.all_reduce(tensor, op)
-    want = sum(make(rank).to_dense() for rank in range(world.size))
-    assert torch.equal(tensor.to_dense(), want / world.size if op == ReduceOp.AVG else want)
-    if op == ReduceOp.SUM:
-        reference = make(world.rank)
-        dist.all_reduce(reference, group=world.gloo)
-        assert torch.equal(tensor.to_dense(), reference.to_dense())
-
-
 @pytest.mark.parametrize(
     ("op", "dtype", "part"),
     [
@@ -217,6 +200,11 @@ def test_sparse(world, op):
 def test_what_is_not_defined_is_refused(world, op, dtype, part):
     with pytest.raises(ValueError, match=part):
         dist.all_reduce(torch.zeros(3, dtype=dtype), op)
+
+
+def test_a_sparse_tensor_is_refused(world):
+    with pytest.raises(ValueError, match=r"found a tensor of layout torch\.sparse_coo, expected a dense one"):
+        dist.all_reduce(torch.eye(3).to_sparse())
 
 
 @pytest.mark.nightly

@@ -90,7 +90,7 @@ def drawn_layout(draw: random.Random, ranks: int, job: dict[str, Any]) -> dict[s
         "sharding": {"stage": stage, **_sharding(draw, stage)},
         "batch": {**job["batch"], **micro},
         "activation_checkpointing": _checkpointing(draw),
-        "compression": draw.choice([{}, {}, {"name": "top-k", "ratio": 1.0, "inside_nodes": True}]),
+        "compression": draw.choice([{}, {}, {"name": "top-k", "ratio": 1.0}]),
         "checkpoint": {"format": draw.choice(["hdf5", "hdf5", "dcp"]), "asynchronous": draw.random() < 0.5},
     }
 

@@ -235,7 +235,7 @@ def test_inputs_of_blocks_in_host_memory_change_no_number(root, stage: int) -> N
 @pytest.mark.shown_on(3)
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
-        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name, "inside_nodes": True},
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name},
         batch={"micro_size": micro_size(True)},
     )  # fmt: skip
     rows = train_here(tables).rows
@@ -467,10 +467,7 @@ def test_an_axis_whose_ranks_compute_the_same(root) -> None:
 
 def drawing(root, **tables: Any) -> dict[str, Any]:
     optimizer = {"name": "modules:Langevin", "lr": 0.05}
-    precision, guard = {"mode": "fp64"}, {"replica_check_every": 1}
-    return job(
-        **{"job": {"output_dir": str(root)}, "optimizer": optimizer, "precision": precision, "guard": guard, **tables}
-    )
+    return job(**{"job": {"output_dir": str(root)}, "optimizer": optimizer, "precision": {"mode": "fp64"}, **tables})
 
 
 @pytest.mark.parametrize("stage", [0, 1, nightly(2), 3])

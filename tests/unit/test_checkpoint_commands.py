@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read
-from hpctrain_tools.checkpoint import conversion
+from hpctrain_tools.checkpoint import batches, conversion
+from hpctrain_tools.checkpoint.writing import alone
 from launching import Finished
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpctrain.api import Piece, State
-from hpctrain.checkpoint import finding
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.writing import alone
 from hpctrain.cli import execute
 from hpctrain.toolkit.checkpoint.sealed import seal
 
@@ -243,7 +242,7 @@ def test_a_damaged_manifest_is_exit_5_everywhere(command: Command, newest: Path)
 def test_diff_says_which_tensors_differ_and_by_how_much(
     command: Command, newest: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding.batches, "__defaults__", (limit,))
+    monkeypatch.setattr(batches.batches, "__defaults__", (limit,))
     older = newest.with_name("step-00000001")
     done = command("diff", older, newest)
     assert done.code == 1

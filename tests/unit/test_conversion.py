@@ -191,7 +191,7 @@ ZERO_1 = {
                 "batch": {"global_size": 8, "micro_size": 4}, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
                 "job": {"steps": 4}, "schedule": {"name": "cosine", "warmup_steps": 1, "final_factor": 0.1},
                 "precision": {"mode": "fp32"}, "sharding": {"stage": 1}, "logger": [{"name": "tensorboard"}],
-                "compression": {"name": "bf16", "inside_nodes": True},
+                "compression": {"name": "bf16"},
             },
             ["scheduler.params.warmup_type"],
         ),

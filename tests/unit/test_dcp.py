@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from hpctrain_tools.checkpoint.writing import alone
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hpctrain.api import CheckpointError, Piece, State
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
-from hpctrain.checkpoint.writing import alone
 from hpctrain.toolkit.checkpoint.sealed import seal, unseal
 
 

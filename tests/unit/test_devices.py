@@ -52,7 +52,7 @@ def test_importing_it_takes_torch_only() -> None:
 
 def test_plugins_get_what_they_need() -> None:
     inside = {
-        "deterministic_cudnn", "give_memory_back", "device_load", "is_started", "memory_left", "nccl_version",
+        "deterministic_cudnn", "device_load", "is_started", "memory_left", "nccl_version",
         "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "draws_state", "seed_draws",
         "unusable_accelerator", "use_device",
     }  # fmt: skip
@@ -64,7 +64,6 @@ def test_a_cpu() -> None:
     assert not devices.is_accelerator(CPU) and not devices.is_accelerator(torch.device("meta"))
     assert devices.device_name(CPU) == "cpu" and devices.takes_bf16(CPU)
     devices.use_device(CPU)
-    devices.give_memory_back(CPU)
     assert devices.memory_left(CPU) is None and devices.pci_address(CPU) is None
     begin = devices.mark(CPU)
     time.sleep(0.01)

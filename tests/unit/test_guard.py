@@ -22,8 +22,7 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.raw import RawJob
 from hpctrain.training.guard.first_nonfinite import nonfinite_samples
-from hpctrain.training.guard.memory import advice, shortage
-from hpctrain.training.guard.replicas import checksum
+from hpctrain.training.guard.memory import advice
 
 PLANTED = """
 import torch
@@ -41,9 +40,6 @@ class Model(torch.nn.Linear):
         if found == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
         return super().forward(x) * (1.0 if found is None else found)
-def losses(outputs, target):
-    loss = torch.nn.functional.mse_loss(outputs, target)
-    return {"near": loss, "far": 2 * loss}
 def dirty(split):
     return [(torch.full_like(x, {3: float("nan"), 5: float("-inf")}.get(i, 1)), y) for i, (x, y) in enumerate(data(split))]
 def data(split):
@@ -262,21 +258,6 @@ def test_a_strategy_gives_its_own_advice(caplog: pytest.LogCaptureFixture) -> No
     assert "[sharding]" not in told[1] and "Fails gave no advice: KeyError: 'slices'" in caplog.text
 
 
-def test_a_step_without_memory_is_left_out(planted: Any) -> None:
-    planted.FAILING[3] = "oom"
-    assert hpctrain.run(job(4, {"oom": "skip"}))["step"] == 4
-    assert [row.get("guard") for row in rows()] == [None, None, "oom", None] and rows()[2]["loss"] is None
-
-
-def test_a_first_step_without_memory_tells_no_names_of_losses(planted: Any) -> None:
-    """They are those of the first step that has some."""
-    planted.FAILING[1] = "oom"
-    model = {"name": "planted:Model", "loss": "planted:losses"}
-    assert hpctrain.run(job(3, {"oom": "skip"}, model=model))["step"] == 3
-    assert [{"loss_near", "loss_far"} <= set(row) for row in rows()] == [False, True, True]
-    assert all(row["loss"] == pytest.approx(row["loss_near"] + row["loss_far"]) for row in rows()[1:])
-
-
 def test_an_overflow_of_a_loss_scale_is_no_event(planted: Any) -> None:
     """The scale begins so high that the first steps overflow; with a limit of one the guard would stop the job."""
     precision = {"mode": "fp16", "initial_scale": 2.0**40}
@@ -286,29 +267,11 @@ def test_an_overflow_of_a_loss_scale_is_no_event(planted: Any) -> None:
     assert result["step"] == 30 and len(left_out) > 2 and not any("guard" in row for row in rows())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool]
-)
-def test_a_checksum_sees_every_single_bit(dtype: torch.dtype) -> None:
-    tensor = torch.randn(3, 5).to(dtype)
-    before = checksum(tensor)
-    assert before == checksum(tensor.t().contiguous().t()), "the layout in memory does not count"
-    flat = tensor.view(-1).view(torch.uint8)
-    found = {before}
-    for place in range(len(flat)):
-        for bit in range(1 if dtype is torch.bool else 8):
-            flat[place] ^= 1 << bit
-            found.add(checksum(tensor))
-            flat[place] ^= 1 << bit
-    assert len(found) == 1 + len(flat) * (1 if dtype is torch.bool else 8)
-    assert checksum(torch.zeros(0)) == 0
-
-
 def test_a_misspelt_key_of_a_spike_is_told_with_those_there_are() -> None:
     job = {**TINY, "guard": {"loss_spike": {"factr": 3.0}}}
     with pytest.raises(HpctrainError) as told:
         check(RawJob(job, {}, "job"), None)
-    assert "factor" in str(told.value) and "replica_check_every" not in str(told.value)
+    assert "factor" in str(told.value) and "non_finite" not in str(told.value)
 
 
 @pytest.mark.usefixtures("planted")
@@ -317,7 +280,7 @@ def test_the_sample_with_nan_is_named_in_place_of_advice_about_the_optimizer() -
     with pytest.raises(TrainingError) as found:
         hpctrain.run(job(2, {}, dataset={"name": "planted:dirty"}, batch=everything))
     said = str(found.value)
-    assert "; sample 3 has nan in its entry 0; " in said and "mend the samples" in said and "smaller lr" not in said
+    assert "; sample 3 has nan; " in said and "mend the samples" in said and "smaller lr" not in said
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -334,8 +297,7 @@ def test_samples_of_any_kind_of_tensor_end_no_run() -> None:
         said = [nonfinite_samples([MicroBatch(one, 0)], [[7, 8, 9]], "sample") for one in batch]
     finally:
         dist.destroy_process_group()
-    assert said[4:6] == ["sample 8 has nan in its entry "] * 2, said
-    assert said[:4] == [None] * 4 and said[6] is None, said
+    assert said[4:6] == ["sample 8 has nan"] * 2, said
 
 
 class Odd(Tensor):
@@ -348,7 +310,7 @@ class Odd(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_the_lack_of_memory_of_a_cpu_gets_advice_and_can_be_left_out(planted: Any) -> None:
+def test_the_lack_of_memory_of_a_cpu_gets_advice(planted: Any) -> None:
     """The sizes are those of torch's own allocator: nothing is planted but the request."""
     planted.FAILING[2] = "CPU"
     with pytest.raises(TrainingError) as found:
@@ -356,23 +318,3 @@ def test_the_lack_of_memory_of_a_cpu_gets_advice_and_can_be_left_out(planted: An
     said = str(found.value)
     assert "ran out of memory in step 2: asked for 4194304.00 GiB, " in said and " are free on the machine" in said
     assert "[batch] micro_size = 2, found 4" in said and "offload" not in said
-    planted.SEEN.clear()
-    hpctrain.run(job(3, {"oom": "skip"}), resume="never")
-    assert [row.get("skipped", False) for row in rows()] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("asked", "unused", "told"),
-    [
-        ("35.60 GiB", "40.69 GiB", "asked for 35.60 GiB, and torch holds 40.69 GiB in smaller pieces "),
-        ("20.00 MiB", "1.50 GiB", "asked for 20.00 MiB, and torch holds 1.50 GiB in smaller pieces "),
-        ("1.00 GiB", "129.48 MiB", "asked for 1.00 GiB"),
-        ("20.00 GiB", None, "asked for 20.00 GiB"),
-    ],
-)
-def test_fragmented_memory_is_told(asked: str, unused: str | None, told: str) -> None:
-    said = f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 79.33 GiB of which 26.16 GiB is free."
-    if unused is not None:
-        said += f" Of the allocated memory 11.97 GiB is allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated."
-    remedy = '([environment] PYTORCH_ALLOC_CONF = "expandable_segments:True" joins them)' if "pieces" in told else ""
-    assert shortage(torch.OutOfMemoryError(said), torch.device("cpu")) == told + remedy

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, index
+from hpctrain_tools.checkpoint.writing import alone
 from packages import need_commands
 
 from hpctrain.api import CheckpointError, Piece, State
-from hpctrain.checkpoint.writing import alone
 
 
 @pytest.fixture(scope="module")

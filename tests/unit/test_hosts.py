@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hpctrain_tools.launch.channel_streams import Heard, Listener
 from hpctrain_tools.launch.hosts import Hosts, read_hostfile
-from hpctrain_tools.launch.placement import Counts, Placement
+from hpctrain_tools.launch.placement import Placement
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import TrainingError, UsageError
 
 
 def test_a_hostfile_in_either_form(tmp_path: Path) -> None:
@@ -20,7 +20,6 @@ def test_a_hostfile_in_either_form(tmp_path: Path) -> None:
     hosts = read_hostfile(file)
     assert hosts.named == (("node1", 4), ("node2", 3), ("node3.cluster", 1), ("node4", 1))
     assert hosts.slots == 9 and not hosts.are_here
-    assert hosts.lines["node2"] == "node2:2 # as MPICH\nnode2\n"
     assert hosts.first(6).named == (("node1", 4), ("node2", 2))
     assert hosts.first(6).by_rank == ["node1"] * 4 + ["node2"] * 2
 
@@ -89,22 +88,18 @@ def test_a_long_line_takes_no_longer_than_its_bytes() -> None:
     assert time.monotonic() - begin < 5 and heard.failed == ["vm1"]
 
 
-def test_a_host_is_left_out_after_its_second_failure_until_its_line_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_hostfile_is_read_before_each_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\nb\nc\n")
-    placement = Placement(file, 3, 2, lambda least, most: Counts([2], {}))
-
-    def start() -> list[str]:
-        hosts, ranks = placement.next()
-        assert hosts is not None and hosts.slots == ranks
-        return [name for name, _ in hosts.named]
-
-    assert start() == ["a", "b", "c"]
-    placement.note_failure("b")
-    assert start() == ["a", "b", "c"]
-    placement.note_failure("b")
-    assert start() == ["a", "c"] and "b is left out until its line in" in capsys.readouterr().err
-    file.write_text("a\nb slots=1\nc\n")
-    assert start() == ["a", "b", "c"]
+    placement = Placement(file, 3)
+    hosts, ranks = placement.next()
+    assert hosts is not None and (hosts.named, ranks) == ((("a", 1), ("b", 1), ("c", 1)), 3)
+    for _ in range(2):
+        placement.note_failure("b")
+    assert "ranks on b failed first in 2 starts" in capsys.readouterr().err
+    file.write_text("a slots=3\n")
+    hosts, _ = placement.next()
+    assert hosts is not None and hosts.named == (("a", 3),)
+    file.write_text("a\n")
+    with pytest.raises(TrainingError, match=r"found 1 slot for 3 ranks; .* the same command continues once"):
+        placement.next()

@@ -15,13 +15,12 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from hpctrain_tools.launch.counts import why_not
+from hpctrain_tools.full_check import sizes
 from jobs import TINY
 from plain import module_of
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checking.full_check import sizes
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Machine
@@ -91,9 +90,9 @@ def test_defaults_make_a_whole_job() -> None:
         ({"name": "top-k", "ratio": 0.0}, {}, "greater than 0"),
         ({"name": "powersgd", "ratio": 0.1}, {}, "unknown key 'ratio' in [compression]; an option of name = top-k"),
         (
-            {"name": "none", "inside_nodes": True},
+            {"name": "none", "start_step": 3},
             {},
-            "unknown key 'inside_nodes' in [compression]; an option of name = bf16, fp16, powersgd, top-k",
+            "unknown key 'start_step' in [compression]; an option of name = bf16, fp16, powersgd, top-k",
         ),
     ],
 )
@@ -490,15 +489,6 @@ def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> No
     ):
         with pytest.raises(UsageError, match="holds another job"):
             refuse_other_job(path, resolved_tables(checked(**changes)))
-
-
-def test_the_numbers_of_ranks_that_fit_a_job() -> None:
-    """12 samples, and axes that keep their sizes."""
-    plain, tensor = checked(), checked(parallelism={"tensor": 2})
-    assert [ranks for ranks in range(1, 13) if why_not(plain, ranks) is None] == [1, 2, 3, 4, 6, 12]
-    assert [ranks for ranks in range(1, 13) if why_not(tensor, ranks) is None] == [2, 4, 6, 8, 12]
-    assert "needs a multiple of 2 ranks, but there are 3" in str(why_not(tensor, 3))
-    assert "12 does not divide over 5" in str(why_not(plain, 5))
 
 
 def test_an_unknown_name_in_block_is_refused() -> None:

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.training import saving
 from hpctrain.training.look import is_compiled
 
 ROWS, CLASSES = 40, 3
@@ -198,30 +197,3 @@ def test_what_is_compiled_is_left_alone() -> None:
     assert not is_compiled(module) and is_compiled(torch.compile(module))  # type: ignore[arg-type]
     module.head.forward = torch.compile(module.head.forward)  # type: ignore[method-assign]
     assert is_compiled(module)
-
-
-@pytest.mark.cases(thorough=["0.0"])
-@pytest.mark.parametrize("losable", [0.0, 1000.0])
-def test_a_first_evaluation_that_fails_loses_less_than_a_minute(
-    losable: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls: list[int] = []
-
-    def late(outputs: Any, target: Tensor) -> float:
-        calls.append(len(target))
-        if len(calls) == 3:
-            raise ValueError("a rare sample")
-        return 0.0
-
-    monkeypatch.setattr(saving, "_LOSABLE", losable)
-    evaluation, plain = {"every_steps": 2}, {"name": "accuracy"}
-    model = {"name": lambda: nn.EmbeddingBag(99, CLASSES), "loss": cross_entropy}
-    with pytest.raises(TrainingError, match="a rare sample"):
-        run("late", model=model, evaluation=evaluation, metric=[plain, {"name": late}])
-    kept = sorted(path.name for path in Path("late/checkpoints").glob("step-*"))
-    assert kept == (["step-00000002"] if losable == 0 else [])
-    assert ("saved        step 2, before its evaluation" in capsys.readouterr().out) == (losable == 0)
-    resumed = run("late", model=model, evaluation=evaluation)
-    assert [row["step"] for row in steps("late") if "evaluation_loss" in row] == [2, 4]
-    whole = run("whole", model=model, evaluation=evaluation)
-    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]

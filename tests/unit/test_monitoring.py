@@ -24,10 +24,11 @@ from logged import forget_checkpoint, logger, prepare, rows, train
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import job_id
+from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.problems import JobError
-from hpctrain.training.progress import BestSoFar
-from hpctrain.training.report import Records
+from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.training.report import Report
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs hpctrain[prometheus]")
 metrics_service = pytest.importorskip(
@@ -445,21 +446,21 @@ def test_the_number_of_the_job() -> None:
     assert job_id({"FLUX_JOB_ID": "f1", "SLURM_JOB_ID": "7"}) == "7"
 
 
-class Once(Logger):
-    """Opens once, as one whose port another program takes while a run is rolled back."""
+class Taken(Logger):
+    """Can't be opened, as one whose port another program has."""
 
-    name = "once"
-    opened: list[int] = []  # noqa: RUF012
+    name = "taken"
 
     def open(self, output_dir: Path, resumed_step: int) -> LogWriter:
-        self.opened.append(resumed_step)
-        if len(self.opened) > 1:
-            raise EnvironmentUnfitError("the port is taken")
-        return Silent()
+        raise EnvironmentUnfitError("the port is taken")
 
 
-class Silent(LogWriter):
+class Silent(Logger, LogWriter):
+    name = "silent"
     closed = 0
+
+    def open(self, output_dir: Path, resumed_step: int) -> LogWriter:
+        return self
 
     def log(self, row: Any) -> None:
         return
@@ -468,19 +469,8 @@ class Silent(LogWriter):
         Silent.closed += 1
 
 
-def test_a_logger_that_cannot_be_opened_again_ends_no_training_and_one_that_never_could_leaves_none_open(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    once = Once(Once.Options())
-    Records(Path("out"), [once], 0, BestSoFar())
-    again = Records(Path("out"), [once, logger("csv")], 0, BestSoFar(), under_way=True)
-    again.write({"step": 1, "loss": 1.0})
-    again.close()
-    assert Path("out/metrics.csv").read_text() == "step,loss\n1,1.0\n"
-    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
-        "logger once failed and gets no more rows: EnvironmentUnfitError: the port is taken"
-    ]
-    Once.opened.clear()
+def test_a_logger_that_cannot_be_opened_leaves_none_open() -> None:
+    report = Report(Identity(), RankChannel())
     with pytest.raises(EnvironmentUnfitError, match="the port is taken"):
-        Records(Path("out"), [once, once], 0, BestSoFar())
+        report.open(Path("out"), [Silent(Silent.Options()), Taken(Taken.Options())], 0)
     assert Silent.closed == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections import Counter
@@ -303,18 +304,13 @@ def test_a_collate_that_fails_is_told_by_its_key(
     assert "Traceback" not in str(error.value) and str(error.value).count("File ") == ("raised" in sentence)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("short", "sample 7 of the data has a Tensor of shape (3,) as its entry 0, and sample "),
-        ("none", "sample 7 of the data is a NoneType, and sample "),
-        ("mapping", "sample 7 of the data has a Tensor of shape (2,) as its 'ids'.words, and sample "),
-    ],
-)
-def test_samples_that_do_not_fit_together_are_told_by_their_index(kind: str, sentence: str) -> None:
+@pytest.mark.parametrize("kind", ["short", "none", "mapping"])
+def test_samples_that_do_not_fit_together_are_told(kind: str) -> None:
     with pytest.raises(TrainingError) as found:
         hpctrain.run(tables("odd", {"name": "own:odd", "kind": kind}, batch={"global_size": 40, "micro_size": 40}))
-    assert sentence in str(found.value) and '[dataset] collate = "package.module:function"' in str(found.value)
+    said = str(found.value)
+    assert re.search(r"the samples \d+, .* can't be made into a batch \(", said), said
+    assert '[dataset] collate = "package.module:function"' in said
 
 
 def test_a_sample_that_hangs_is_told_by_its_line() -> None:
@@ -474,16 +470,6 @@ def test_a_value_beside_the_loss_with_the_name_of_a_key_is_refused() -> None:
         hpctrain.run(tables("out", {"name": "own:data"}, model={"loss": "beside:loss"}, batch={"micro_size": 1}))
 
 
-def test_an_epoch_that_fills_no_batch() -> None:
-    """It is a batch, or refused."""
-    data = {"name": "own:data", "collate": "own:pad"}
-    assert rows_of(tables("out", data, batch={"global_size": 48, "drop_last": False}), "samples") == [40] * 6
-    with pytest.raises(
-        UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
-    ):
-        hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
-
-
 @pytest.mark.thorough
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Its data set, its collate_fn and its number of workers; the order and the batches are the job's."""
@@ -496,9 +482,7 @@ def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None
     told = (
         "loader       of the DataLoader are used the data set, collate_fn and num_workers = 1; its batch_size = 5 and "
     )
-    decided = (
-        "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True (see [batch] drop_last)"
-    )
+    decided = "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True"
     assert told + decided in capsys.readouterr().out
     assert Counter(line.split()[0] for line in Path("starts").read_text().splitlines()) == {"train": 1, "validation": 1}
     Path("starts").unlink()

@@ -99,7 +99,7 @@ DIRECTORIES = {
     "hpctrain/toolkit/checkpoint/files.py": "a file without a name",
     "plugins/hpctrain_tools/profile/merging.py": "a file without a name",
     "plugins/hpctrain_tools/kernels/hook.py": "runs unused for 30 days, in the user's cache",
-    "hpctrain/checkpoint/writing.py": "its own temporary name beside the target",
+    "plugins/hpctrain_tools/checkpoint/writing.py": "its own temporary name beside the target",
     "hpctrain/checkpoint/directory.py": "checkpoints of the run, no links",
     "plugins/hpctrain-ray/hpctrain_ray/cluster.py": "its own; a short path in /tmp, for sockets",
     "plugins/hpctrain-ray/hpctrain_ray/private_directories.py": "its own",

@@ -1,1 +1,1 @@
-"""Summing gradients over the data-parallel ranks, compressed between nodes where the job says so."""
+"""Summing gradients over the data-parallel ranks, compressed where the job says so."""

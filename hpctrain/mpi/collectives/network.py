@@ -11,9 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from hpctrain.mpi.collectives import sparse
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.transfer.buffers import MAX_COUNT, flattened, overlap, same_memory
 from hpctrain.mpi.transfer.channel import SMALL, Channel
@@ -131,10 +129,6 @@ class OverNetwork:
             return
         self._channel.exchange([(rank, tensor) for rank, tensor in enumerate(inputs) if rank != root], [])
         _copy(output, inputs[root])
-
-    def sparse_all_reduce(self, tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
-        """Replace a sparse COO tensor by the coalesced sum of all ranks' tensors, added in rank order."""
-        sparse.all_reduce(self._channel, tensor, op)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeros, (nbytes,) uint8, in memory shared by the ranks of a node if possible."""

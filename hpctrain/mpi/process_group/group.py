@@ -27,8 +27,6 @@ from torch.distributed import (
 from torch.distributed.distributed_c10d import Work
 
 from hpctrain.base.torch_groups import AllgatherOptions, PythonGroup
-from hpctrain.base.torch_private import sparse_nbytes
-from hpctrain.mpi.collectives import sparse
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.library import MPI
@@ -112,7 +110,7 @@ class MPIProcessGroup(PythonGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # type: ignore[override]
         opts = opts or AllreduceOptions()
         if tensors[0].layout != torch.strided:
-            return self._sparse_all_reduce(tensors, opts)
+            raise ValueError(f"found a tensor of layout {tensors[0].layout}, expected a dense one")
         views = outputs_of(tensors)
         reduce = self._reduction(opts.reduceOp, views)
 
@@ -127,20 +125,6 @@ class MPIProcessGroup(PythonGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None) -> Work:
         return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
-
-    def _sparse_all_reduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions) -> Work:
-        views = views_of(tensors)
-        for view in views:
-            sparse.check(view, opts.reduceOp)
-
-        def run(collectives: OverNetwork) -> None:
-            for view in views:
-                collectives.sparse_all_reduce(view, opts.reduceOp)
-
-        nbytes = sum(sparse_nbytes(view) for view in views)
-        return self._submit(
-            "sparse_all_reduce", run, list(tensors), views, opts, nbytes=nbytes, agreed=0, meet_first=True
-        )
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
         root = check_root(opts.rootRank, self._size)
@@ -387,13 +371,11 @@ class MPIProcessGroup(PythonGroup):
         tensors: Sequence[Tensor],
         opts: Any,
         *,
-        nbytes: int | None = None,
         agreed: int | None = None,
         meet_first: bool = False,
     ) -> MPIWork:
         """tensors: this rank's input. agreed: the size that must be equal on all ranks; None: the size of `tensors`."""
-        if nbytes is None:
-            nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
         if agreed is None:
             agreed = nbytes
         timeout = opts.timeout.total_seconds() if opts is not None else -1.0

@@ -20,7 +20,6 @@ NAMES = (
     "gather",
     "scatter",
     "barrier",
-    "sparse_all_reduce",
     "allocate",
 )
 _DTYPES = tuple(dict.fromkeys(sorted((v for v in vars(torch).values() if isinstance(v, torch.dtype)), key=str)))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from hpctrain.base.errors import reason
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import LiveModel
+from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.ranks.json_collectives import gather_values
 
@@ -53,52 +53,21 @@ def first_nonfinite(model: LiveModel, losses: Sequence[float], identity: Identit
 
 
 def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Sequence[int]], kind: str) -> str | None:
-    """A clause about the samples of a step, on any rank, that have nan or inf; None if there are none. Collective over all ranks.
+    """A clause about the first sample of a step, on any rank, that has nan; None if there is none. Collective over all ranks.
 
-    indices: of each micro batch's samples. kind: what the clause calls a sample. A value of -inf does not count: masks have it.
+    indices: of each micro batch's samples. kind: what the clause calls a sample.
     """
-    mine: list[list[Any]] = []
+    mine: list[int] = []
     try:
-        mine += (
-            [index, place, value]
-            for micro, numbers in zip(micro_batches, indices, strict=True)
-            for place, tensor in _entries(micro.batch)
-            for index, value in _faults(tensor, numbers)
-        )
+        for micro, numbers in zip(micro_batches, indices, strict=True):
+            for tensor in tensors_in(micro.batch):
+                if tensor.dim() and len(tensor) == len(numbers):
+                    rows = tensor.detach().isnan().flatten(1) if tensor.dim() > 1 else tensor.detach().isnan()[:, None]
+                    mine += [int(numbers[row]) for row in rows.any(1).nonzero().flatten().tolist()]
     except Exception as error:  # a batch may hold any kind of tensor, and the step has its own end
         LOG.warning("the samples of the step cannot be looked at: %s", reason(error))
-    found = [one for rank in gather_values(mine[:SHOWN]) for one in rank]
-    if not found:
-        return None
-    index, place, value = min(found, key=lambda one: (one[2] != "nan", one[0], one[1]))
-    others = {one[0] for one in found} - {index}
-    return f"{kind} {index} has {value} in its {place}" + (
-        f", and others have too, such as {min(others)}" if others else ""
-    )
-
-
-def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The dense tensors of a batch that may have nan, complex ones as real, and the names of their places."""
-    if isinstance(batch, Tensor):
-        if batch.layout == torch.strided and not batch.is_nested and batch.dim():
-            if batch.is_complex():
-                yield f"entry {name}", torch.view_as_real(batch.detach().resolve_conj())
-            elif batch.is_floating_point():
-                yield f"entry {name}", batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _entries(value, f"{name}.{key}" if name else repr(key))
-    elif isinstance(batch, (list, tuple)):
-        for number, value in enumerate(batch):
-            yield from _entries(value, f"{name}.{number}" if name else str(number))
-
-
-def _faults(tensor: Tensor, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """The samples with nan or inf in their rows of `tensor`, (samples, ...)."""
-    if len(tensor) == len(numbers):
-        rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
-        for value, wrong in (("nan", rows.isnan()), ("inf", rows == math.inf)):
-            yield from ((int(numbers[row]), value) for row in wrong.any(1).nonzero().flatten().tolist())
+    first = min((one for one in gather_values(min(mine, default=None)) if one is not None), default=None)
+    return None if first is None else f"{kind} {first} has nan"
 
 
 def named_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> str:

@@ -16,22 +16,19 @@ from hpctrain.base.errors import CheckpointError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.job.tables import GuardTable
 
-_MEND = "mend the samples, or leave them out of the data"
-
 
 @dataclass(frozen=True)
 class StepFigures:
     """Figures of a step that all ranks know before its update.
 
-    losses: each rank's part of the loss. out_of_memory: the ranks without memory for their forwards and backwards.
-    overflow: whether the gradients overflowed under a loss scale that can fall, which is no failure.
+    losses: each rank's part of the loss. overflow: whether the gradients overflowed under a loss scale that can fall, which is
+    no failure.
     """
 
     step: int
     loss: float
     norm: float
     losses: Sequence[float]
-    out_of_memory: Sequence[int]
     overflow: bool
 
 
@@ -39,7 +36,7 @@ class StepFigures:
 class Verdict:
     """The guard's decision about a step. said: a clause about what was found."""
 
-    cause: Literal["non_finite", "loss_spike", "oom"]
+    cause: Literal["non_finite", "loss_spike"]
     action: Literal["stop", "skip", "rollback", "warn"]
     figures: StepFigures
     said: str
@@ -63,22 +60,18 @@ class _Kept(BaseModel):
 
 
 def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
-    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint. faulty: whether samples have nan or
-    inf."""
+    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint. faulty: whether a sample has nan."""
     if verdict.exhausted:
         return "as many steps in a row were left out as [guard] limit allows"
+    if verdict.action == "rollback" and not saved:
+        return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
+    key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
+    remedy = "mend the samples, or leave them out of the data"
+    if not faulty:
+        remedy = "try a smaller lr, [optimizer] clip_norm or another precision"
     if verdict.action == "rollback":
-        if not saved:
-            return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
-        remedy = _MEND if faulty else "try a smaller lr or [optimizer] clip_norm"
         return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
-    leaves_out = {
-        "non_finite": 'non_finite = "skip"',
-        "loss_spike": 'loss_spike.action = "skip"',
-        "oom": 'oom = "skip"',
-    }
-    remedy = _MEND if faulty else "try a smaller lr, [optimizer] clip_norm or another precision"
-    return f"{remedy}; [guard] {leaves_out[verdict.cause]} leaves such updates out"
+    return f'{remedy}; [guard] {key} = "skip" leaves such updates out'
 
 
 class Guard:
@@ -94,8 +87,8 @@ class Guard:
         """Steps of this run that a guard left out."""
         self.rollbacks = 0
         """Rollbacks in this process."""
+        # the checkpoint of the newest rollback, and how many led there
         self._target: tuple[Path, int] | None = None
-        """The checkpoint of the newest rollback, and how many led there."""
 
     def judge(self, figures: StepFigures) -> Verdict | None:
         """The verdict on a step; None for an ordinary one, and for one that only the loss scaler leaves out."""
@@ -109,8 +102,6 @@ class Guard:
 
     def _judge(self, figures: StepFigures) -> Verdict | None:
         loss, spike = figures.loss, self._table.loss_spike
-        if figures.out_of_memory:
-            return Verdict("oom", "skip", figures, "out of memory")
         if figures.overflow:
             return None
         if not (math.isfinite(loss) and math.isfinite(figures.norm)):

@@ -26,9 +26,8 @@ LOG = logging.getLogger("hpctrain")
 
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_SIZE = rf"([\d.]+ (?:{'|'.join(_UNITS)}))"
-"""A size in torch's sentences."""
+# in torch's sentences; that of the CPU has bytes
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
 
 
 @contextmanager
@@ -62,41 +61,21 @@ def lack_of_memory(error: BaseException | None) -> BaseException | None:
 
 def shortage(error: BaseException, device: torch.device) -> str:
     """A clause about the memory that was asked for, and that there is."""
-    asked = re.search(rf"[Tt]ried to allocate {_SIZE}", str(error))
-    told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
+    asked = _ASKED.search(str(error))
+    told = (str(error).splitlines() or ["no size is known"])[0]
+    if asked:
+        told = (
+            f"asked for {float(asked[1]) / 2**30:.2f} GiB"
+            if asked[2] == "bytes"
+            else f"asked for {asked[1]} {asked[2]}"
+        )
     if not isinstance(error, torch.OutOfMemoryError):
         return f"{told}, {_on_this_machine()}"
-    left, pieces = memory_left(device), _fragments(str(error))
+    left = memory_left(device)
     if left is None:
-        return told + pieces
+        return told
     free, total = (f"{one / 2**30:.2f} GiB" for one in left)
-    return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}{pieces}"
-
-
-def _fragments(said: str) -> str:
-    """A clause about memory that torch holds and can't use, in pieces that are too small; empty if that is not the cause."""
-    asked, unused = (
-        re.search(rf"allocate {_SIZE}", said),
-        re.search(rf"{_SIZE} is reserved by PyTorch but unalloc", said),
-    )
-    if asked is None or unused is None or _bytes(unused[1]) < _bytes(asked[1]):
-        return ""
-    return (
-        f", and torch holds {unused[1]} in smaller pieces "
-        '([environment] PYTORCH_ALLOC_CONF = "expandable_segments:True" joins them)'
-    )
-
-
-def _bytes(size: str) -> float:
-    """ "1.5 GiB" as a number."""
-    number, unit = size.split()
-    return float(number) * 2.0 ** (10 * _UNITS.index(unit))
-
-
-def _readable(size: str) -> str:
-    """ "1600000000 bytes" as "1.49 GiB"; other sizes unchanged."""
-    number, unit = size.split()
-    return f"{float(number) / 2**30:.2f} GiB" if unit == "bytes" else size
+    return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}"
 
 
 def _on_this_machine() -> str:

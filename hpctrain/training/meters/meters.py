@@ -75,10 +75,6 @@ class Meters:
         """A context for the forwards and backwards of a step."""
         return self._flops.counting(micro_batches)
 
-    def count_again(self) -> None:
-        """Count the operations of the next step anew: this one left forwards out."""
-        self._flops.count_again()
-
     def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> MeterFigures:
         """This rank's figures for `row`, from the last call until now. has_known_forwards: one of each micro batch."""
         times, own_times = self.clock.take()
@@ -150,10 +146,6 @@ class ModelFlops:
         with CountedFlops(self._is_forward) as counted:
             yield
         self._per_element = _TRAINING * counted.total / max(1, _elements(micro_batches))
-
-    def count_again(self) -> None:
-        """Count the next step anew: this one left forwards out."""
-        self._countable, self._per_element = self._countable or bool(self._per_element), 0.0
 
     def of(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The share of these; all ranks' shares together are the step's. 0 if nobody has counted."""

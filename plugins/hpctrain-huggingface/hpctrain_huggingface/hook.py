@@ -57,7 +57,7 @@ class _Exporting:
         if out.exists():
             LOG.warning("the model is not exported: %s exists already", out)
             return
-        from hpctrain.training.loading import export_pretrained
+        from hpctrain_tools.checkpoint.pretrained import export_pretrained
 
         try:
             told = export_pretrained(Path(checkpoint), out, self._options.weights_of, self._options.merged)

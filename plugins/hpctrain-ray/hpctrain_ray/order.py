@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.toolkit.commands import UsageError
-
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
@@ -35,7 +33,7 @@ class Order:
 
     job: the job file, which all nodes see, or which is sent to them where `text` has its content. output: the run's directory.
     overrides: "table.key=value".
-    directory: where relative paths of the job start. least: [elastic] min_ranks. placement_limit: seconds until there is room for
+    directory: where relative paths of the job start. placement_limit: seconds until there is room for
     the ranks. seconds: until a start ends, None for any time; save_seconds before that the ranks save. resume: of the first start.
     over_mpi: whether the ranks talk over MPI.
     """
@@ -47,23 +45,12 @@ class Order:
     strategy: Strategy = "PACK"
     placement_limit: float = 300.0
     restarts: int = 0
-    least: int | None = None
     overrides: Sequence[str] = ()
     text: str | None = None
     resume: str = "auto"
     seconds: float | None = None
     save_seconds: float = 120.0
     over_mpi: bool = False
-
-
-def first_of(bundles: Sequence[Bundle], count: int) -> Sequence[Bundle]:
-    """The bundles of fewer ranks. Raises UsageError where the bundles differ: it is unknown which rank could be left out."""
-    if count < len(bundles) and any(one != bundles[0] for one in bundles):
-        raise UsageError(
-            "[elastic] min_ranks: found workers of different resources, expected equal ones: a job that goes on with fewer ranks "
-            "leaves out any of them"
-        )
-    return bundles[:count]
 
 
 def listed(bundles: Sequence[Bundle]) -> str:

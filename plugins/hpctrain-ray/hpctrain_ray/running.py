@@ -111,8 +111,7 @@ def order_of(
     text: str | None = None,
 ) -> Order:
     """The order of a job's tables; what the ranks themselves refuse may be of any type here. Raises UsageError."""
-    table, elastic, communicator = table_of(tables), tables.get("elastic"), tables.get("communicator")
-    least = elastic.get("min_ranks") if isinstance(elastic, Mapping) else None
+    table, communicator = table_of(tables), tables.get("communicator")
     numbers = [table.get(name, 1) for name in ("nodes", "ranks_per_node")]
     if (ranks is not None and ranks < 1) or any(type(one) is not int or one < 1 for one in numbers):
         raise UsageError(
@@ -127,7 +126,6 @@ def order_of(
         strategy=options.strategy,
         placement_limit=options.placement_limit,
         restarts=options.restarts,
-        least=least if isinstance(least, int) and least > 0 else None,
         overrides=tuple(overrides),
         text=text,
         resume=resume,

@@ -9,29 +9,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain_tools.launch.placement import Counts, ask_counts
-
 from hpctrain.toolkit.commands import EXIT_STOPPED, EXIT_TRAINING, EXIT_USAGE
 from hpctrain_ray.group import Group, Tell
 from hpctrain_ray.order import Order
-from hpctrain_ray.placement import Placed, has_room, place
+from hpctrain_ray.placement import Placed, place
 from hpctrain_ray.seats import LostStartError
 
 _LOOK = 0.25
 """Seconds between two looks at the ranks."""
 _GRACE = 10.0
 """Seconds that the other ranks have to end by themselves after one has failed: they notice its closed connections."""
-_GROW, _GROW_AT_MOST = 5.0, 600.0
-"""Seconds between two looks for room, while fewer ranks run than asked for: twice as long after each that has promised too much."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a start ended. grows: the ranks have saved, so that more can start."""
+    """How a start ended. again: whether another one may do better."""
 
     code: int
     again: bool = False
-    grows: bool = False
 
 
 class Supervisor:
@@ -42,10 +37,8 @@ class Supervisor:
         themselves (exit code 75) start again."""
         self._order, self._tell, self._say, self._repeats = order, tell, say, repeats
         self._signals: list[int] = []
-        self._counts: dict[tuple[int, int], Counts] = {}
         self._begun = time.time()
         self._checkpoints_before = self._checkpoints()
-        self._grow = _GROW
         self.restarts = 0
         """How often the ranks have started again after a loss."""
         self.error = ""
@@ -64,22 +57,18 @@ class Supervisor:
 
     def run(self) -> int:
         """Train the job to its end; its exit code. Raises EnvironmentUnfitError if there is no room, UsageError."""
-        ranks = 0
         while True:
             self.state, self.detail = "pending", "for room in the cluster"
-            placed = place(self._order, self._ask, lambda: bool(self._signals), self._say)
+            placed = place(self._order, lambda: bool(self._signals), self._say)
             if placed is None:
                 return 128 + self._signals[0] if self._signals[0] != signal.SIGUSR1 else EXIT_STOPPED
-            if ranks and len(placed.bundles) <= ranks:
-                self._grow = min(2 * self._grow, _GROW_AT_MOST)
             try:
                 ended = self._attend(placed, self._resume())
             finally:
                 placed.remove()
-            ranks = len(placed.bundles) if ended.grows else 0
-            if self._signals or not (ended.grows or (self._repeats and ended.code == EXIT_STOPPED) or ended.again):
+            if self._signals or not ((self._repeats and ended.code == EXIT_STOPPED) or ended.again):
                 return ended.code
-            if ended.again and not ended.grows:
+            if ended.again:
                 if self.restarts == self._order.restarts:
                     return ended.code
                 self.restarts += 1
@@ -97,11 +86,6 @@ class Supervisor:
                 found.add((path.name, path.stat().st_mtime_ns))
         return found
 
-    def _ask(self, least: int, most: int) -> Counts:
-        if (least, most) not in self._counts:
-            self._counts[least, most] = ask_counts(self._order.job, self._order.overrides, least, most)
-        return self._counts[least, most]
-
     def _attend(self, placed: Placed, resume: str) -> _Ended:
         """Start ranks in `placed` and wait for their end."""
         try:
@@ -113,7 +97,7 @@ class Supervisor:
             self.state = "running"
             self.detail = f"on {group.where()}"
             self._say(f"starting {len(group)} rank{'s' * (len(group) > 1)} on {group.where()}")
-            grows = self._wait(group)
+            self._wait(group)
         finally:
             group.end()
         code, losses = group.code, group.losses()
@@ -124,25 +108,20 @@ class Supervisor:
             code = 128 + self._signals[0] if len(self._signals) > 1 else EXIT_TRAINING
         # what was right before a loss is no mistake of the user's now: the lock of the lost node may last
         again = code == EXIT_TRAINING or (code == EXIT_USAGE and self.restarts > 0)
-        return _Ended(code, again, grows=grows and code == EXIT_STOPPED)
+        return _Ended(code, again)
 
-    def _wait(self, group: Group) -> bool:
-        """Wait until no rank runs; whether they were asked to save so that more can start."""
-        begin, failed_at, saves, grows, next_look = time.monotonic(), None, False, False, time.monotonic() + self._grow
+    def _wait(self, group: Group) -> None:
+        """Wait until no rank runs."""
+        begin, failed_at, saves = time.monotonic(), None, False
         while not group.has_ended:
             now = time.monotonic()
-            if not self._signals and not saves:
-                if now > next_look:
-                    next_look = now + self._grow
-                    grows = self._has_more(len(group))
-                saves = grows or self._is_over(now - begin)
+            saves = saves or (not self._signals and self._is_over(now - begin))
             # the ranks stop already: the first signal asks for no more than that, and another one would end them at once
             group.look([signal.SIGUSR1, *self._signals[1:]] if saves else list(self._signals), _LOOK)
             failed_at = failed_at or (now if group.has_failed or self._is_ended(now - begin) else None)
             if failed_at is not None and now > failed_at + _GRACE:
                 break
             time.sleep(_LOOK)
-        return grows
 
     def _is_over(self, seconds: float) -> bool:
         """Whether it is time to save."""
@@ -153,11 +132,3 @@ class Supervisor:
         """Whether the start's time is over, or a second signal has come."""
         over = self._order.seconds is not None and seconds > self._order.seconds
         return over or any(number != signal.SIGUSR1 for number in self._signals[1:])
-
-    def _has_more(self, running: int) -> bool:
-        """Whether the cluster has room for the ranks that were left out."""
-        wanted = len(self._order.bundles)
-        if running == wanted or not has_room(self._order.bundles[running:], self._order):
-            return False
-        self._say(f"the cluster has room for {wanted} ranks again: the {running} that run save, and {wanted} start")
-        return True

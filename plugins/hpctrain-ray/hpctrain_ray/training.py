@@ -62,10 +62,6 @@ class Training:
         tables = dict(_tables_of(job, overrides))
         chosen = read_options({**table_of(tables), **options})
         self._order = order_of(tables, chosen, ranks, Path("job"), (), resume)
-        if self._order.least is not None:
-            raise UsageError(
-                "[elastic]: a training that is stepped from outside keeps its number of ranks; leave it out"
-            )
         if self._order.over_mpi:
             raise UsageError(
                 '[communicator] name = "mpi": the ranks of a training that is stepped from outside are processes of Ray, '
@@ -184,7 +180,7 @@ class Training:
     def _start(self) -> None:
         """Place the ranks and let them enter the loop; after losses, as often as they may start again."""
         while True:
-            placed = place(self._order, _none, lambda: False, say)
+            placed = place(self._order, lambda: False, say)
             assert placed is not None  # nobody asks it to stop
             try:
                 self._group = LearnerGroup(placed, self._make)
@@ -235,10 +231,6 @@ class Training:
         if self._group is not None:
             self._group.end()
             self._group = None
-
-
-def _none(least: int, most: int) -> Any:
-    raise AssertionError("not elastic")
 
 
 def _tables_of(job: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Mapping[str, Any]:

@@ -30,7 +30,6 @@ class Zero0(Sharding):
     divides = frozenset()
     tells_spans = True
     sums_by_piece = True
-    may_sit_out = True
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": ranks, "dp_shard": 1}

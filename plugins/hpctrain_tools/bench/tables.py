@@ -10,7 +10,7 @@ HOOK = "bench-turns"
 """The hook that a measured job has besides its own."""
 SCRATCH = "HPCTRAIN_BENCH_DIRECTORY"
 """The variable that tells ranks where to make their directories; the one for temporary files without it."""
-_LEFT_OUT = ("logger", "metric", "profile", "elastic", "scheduler", "checkpoint")
+_LEFT_OUT = ("logger", "metric", "profile", "scheduler", "checkpoint")
 _MANY = 10_000
 """Steps of a job that counts epochs: more than any measurement takes."""
 

@@ -102,6 +102,12 @@ def files_of(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
+def sizes_of_files(checkpoint: Path) -> dict[str, int]:
+    """The checkpoint's files and their sizes in bytes, by path within the directory."""
+    found = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(checkpoint)): path.stat().st_size for path in found}
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with columns as wide as their widest entry; nothing is cut, so that the output can be searched."""
     cells = [header, *([escaped(cell).replace("\n", " ") for cell in row] for row in rows)]

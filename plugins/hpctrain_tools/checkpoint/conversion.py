@@ -14,12 +14,13 @@ from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError
 from hpctrain.base.safe_files import sync_directory
-from hpctrain.checkpoint.finding import batches, memory_for
+from hpctrain.checkpoint.finding import memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, WeightsSource
 from hpctrain.checkpoint.weights import MODEL, open_weights
-from hpctrain.checkpoint.writing import alone, name_until_whole, new_directory, writing
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
+from hpctrain_tools.checkpoint.batches import batches
+from hpctrain_tools.checkpoint.writing import alone, name_until_whole, new_directory, writing
 
 Progress = Callable[[int, int], None]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import example, say, size_text, weights_of_option
+from hpctrain.cli.options import example, say
 from hpctrain_tools.checkpoint.common import CHECKPOINT, PATH, Formats, bytes_progress, files_of
+from hpctrain_tools.options import size_text, weights_of_option
 
 
 @click.command(
@@ -32,7 +33,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
     if merged and kind != "huggingface":
         raise click.UsageError("--merged goes with --to huggingface")
     if kind == "huggingface":
-        from hpctrain.training.loading import export_pretrained
+        from hpctrain_tools.checkpoint.pretrained import export_pretrained
 
         with files_of(checkpoint):
             say(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")

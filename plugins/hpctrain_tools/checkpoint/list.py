@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.cli.options import example, say, size_text
-from hpctrain_tools.checkpoint.common import PATH, Formats, files_of, table
+from hpctrain.cli.options import example, say
+from hpctrain_tools.checkpoint.common import PATH, Formats, files_of, sizes_of_files, table
+from hpctrain_tools.options import size_text
 
 
 @click.command("list", epilog=example("hpctrain checkpoint list runs/gpt"))
@@ -42,7 +43,7 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
 
 
 def _row(formats: Formats, path: Path, is_best: bool) -> tuple[str, ...]:
-    from hpctrain.checkpoint.finding import Checkpoint, recognize
+    from hpctrain.checkpoint.finding import recognize
 
     saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
     name = size = count = evaluation = "-"
@@ -51,7 +52,7 @@ def _row(formats: Formats, path: Path, is_best: bool) -> tuple[str, ...]:
         format = recognize(path, formats.all)
         if format is None:
             return str(path), name, size, count, saved, evaluation, "unknown format"
-        name, files = format.name, Checkpoint(path, format).files()
+        name, files = format.name, sizes_of_files(path)
         size, count = size_text(sum(files.values())), str(len(files))
         evaluation = _evaluation(format.read_values(path))
     except CheckpointError as error:

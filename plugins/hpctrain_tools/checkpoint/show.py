@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import example, say, size_text
-from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, files_of, table
+from hpctrain.cli.options import example, say
+from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, files_of, sizes_of_files, table
+from hpctrain_tools.options import size_text
 
 
 @click.command("show", epilog=example("hpctrain checkpoint show runs/gpt/checkpoints/latest"))
@@ -58,7 +59,7 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
 def _describe(formats: Formats, path: Path) -> dict[str, Any]:
     found = formats.find(path)
     values, tensors = _as_json(found.format.read_values(path)), found.format.tensors(path)
-    sizes = found.files()
+    sizes = sizes_of_files(path)
     shards = dict.fromkeys(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)
     return {
         "path": str(path),

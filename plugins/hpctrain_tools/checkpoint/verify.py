@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import CheckpointError
-from hpctrain.cli.options import example, say, size_text
-from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, table
+from hpctrain.cli.options import example, say
+from hpctrain_tools.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, sizes_of_files, table
+from hpctrain_tools.options import size_text
 
 EXIT_DIFFERENT = 1
 """The exit code of diff and h5diff."""
@@ -27,7 +28,7 @@ def verify(formats: Formats, checkpoint: Path) -> None:
             listed = "".join(f"\n  {fault}" for fault in faults)
             count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
             raise CheckpointError(f"checkpoint {checkpoint} isn't whole: {count}{listed}")
-        tensors, files = found.format.tensors(checkpoint), found.files()
+        tensors, files = found.format.tensors(checkpoint), sizes_of_files(checkpoint)
     nbytes = sum(files.values())
     say(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")
 
@@ -41,7 +42,7 @@ def diff(formats: Formats, a: Path, b: Path) -> int:
 
     A and B may have different formats and layouts.
     """
-    from hpctrain.checkpoint.comparison import compare, compare_values
+    from hpctrain_tools.checkpoint.comparison import compare, compare_values
 
     with files_of(a):
         one, other = formats.find(a), formats.find(b)

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import checkpoint_option, example, job_arguments, say, split_option, weights_of_option
+from hpctrain.cli.options import example, job_arguments, say
 from hpctrain.cli.ranks import on_ranks, started_by_option
 from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.options import checkpoint_option, split_option, weights_of_option
 
 
 @click.command(
@@ -36,7 +37,7 @@ def command(
 
     def work(*rank: Any) -> int:
         from hpctrain.checkpoint.directory import behind_name
-        from hpctrain.training.rank import answer_on_rank
+        from hpctrain_tools.inference.answering import answer_on_rank
         from hpctrain_tools.inference.question import Question, answer
 
         identity, read, channel = rank

@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.options import example, load_option, say
+from hpctrain.cli.options import example, say
 from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.options import load_option
 
 
 @click.command("runs", epilog=example("hpctrain runs", "hpctrain runs runs/sweep --json"))

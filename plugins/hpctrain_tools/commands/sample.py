@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import checkpoint_option, example, job_arguments, weights_of_option
+from hpctrain.cli.options import example, job_arguments
 from hpctrain.cli.ranks import on_ranks, started_by_option
 from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.options import checkpoint_option, weights_of_option
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -43,7 +44,7 @@ def command(
     def work(*rank: Any) -> int:
         from hpctrain.checkpoint.directory import behind_name
         from hpctrain.ranks.prints import own
-        from hpctrain.training.rank import answer_on_rank
+        from hpctrain_tools.inference.answering import answer_on_rank
         from hpctrain_tools.inference.sampling import Prompt, sample
 
         identity, read, channel = rank

@@ -117,7 +117,7 @@ def _sent_as(value: Any, source: Source) -> Written:
         return {}
     if value not in names:
         raise LackingError("gradients travel as float32, or as `[compression]` says")
-    return {"compression.name": names[value], "compression.inside_nodes": True}
+    return {"compression.name": names[value]}
 
 
 def _bucket(target: str, stages: tuple[int, ...]) -> Any:
@@ -358,7 +358,10 @@ OTHERS: list[Rule] = [
     unneeded("zero_force_ds_cpu_optimizer", "the optimizers are torch's"),
     lacking("amp", "`[precision]` has bf16 and fp16 by torch's autocast"),
     lacking("sparse_gradients", "gradients are dense"),
-    lacking("elasticity", "`[elastic]` and `hpctrain run --hostfile` go on with fewer ranks; the global batch stays"),
+    lacking(
+        "elasticity",
+        "start the job on another number of ranks: it goes on from its checkpoint, and the global batch stays",
+    ),
     lacking(
         "curriculum_learning",
         "the dataset [mixture](job-file.md#dataset) has phases with sequence lengths of their own",

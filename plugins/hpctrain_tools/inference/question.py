@@ -46,7 +46,7 @@ def answer(
     samples, lengths = open_split(job, parts, question.split, identity.node)
     if question.out is not None:
         refuse_outputs(parts, lengths is not None, isinstance(samples, Stream))
-    model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
+    model = TrainedModel(job, parts, meshes, device, hooks)
     model.load(question.weights, world_group(), question.kept_by)
     plan = make_plan(job, parts, lengths, meshes.data_rank, layout.data_ranks)
     pool = make_pool(job, parts, samples)

@@ -58,7 +58,7 @@ def sample(
     refuse_machine(job, parts, Machine(world.identity, device), checked.registry)
     meshes = build_meshes(layout_of(job, parts, world.identity.size), device)
     dataset = text_dataset(parts)
-    model = TrainedModel(job, parts, meshes, world.identity.node, device, hooks)
+    model = TrainedModel(job, parts, meshes, device, hooks)
     model.load(checkpoint, world_group(), kept_by)
     return {"text": continue_text(model, dataset, _length(job, parts), prompt, device, say)}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.base.errors import UsageError
@@ -23,10 +23,9 @@ _PASSED_ON = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Host names and their slots, in the order of the ranks. lines: what a hostfile says of each host."""
+    """Host names and their slots, in the order of the ranks."""
 
     named: tuple[tuple[str, int], ...]
-    lines: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
@@ -45,7 +44,7 @@ class Hosts:
             if left:
                 named.append((name, min(slots, left)))
                 left -= min(slots, left)
-        return Hosts(tuple(named), self.lines)
+        return Hosts(tuple(named))
 
     @property
     def by_rank(self) -> list[str]:
@@ -79,16 +78,14 @@ def read_hostfile(file: Path) -> Hosts:
     except OSError as error:
         raise UsageError(f"--hostfile {file}: cannot be read: {error.strerror}") from None
     slots: dict[str, int] = {}
-    lines: dict[str, str] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if text:
             name, found = _host(text, f"--hostfile {file}:{number}")
             slots[name] = slots.get(name, 0) + found
-            lines[name] = f"{lines.get(name, '')}{line}\n"
     if not slots:
         raise UsageError(f"--hostfile {file}: found no host, expected a line `HOST slots=SLOTS` for each")
-    return Hosts(tuple(slots.items()), lines)
+    return Hosts(tuple(slots.items()))
 
 
 def _host(part: str, where: str) -> tuple[str, int]:

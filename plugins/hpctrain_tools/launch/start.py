@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.base.child_python import python_module
-from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.job.environment import export
@@ -24,9 +23,9 @@ from hpctrain_tools.launch.channel_directory import ChannelDirectory, StarterCha
 from hpctrain_tools.launch.forking import prepare
 from hpctrain_tools.launch.hosts import Hosts
 from hpctrain_tools.launch.on_hosts import OnHosts
-from hpctrain_tools.launch.placement import Placement, ask_counts
+from hpctrain_tools.launch.placement import Placement
 from hpctrain_tools.launch.processes import Launched, StartRank, launch, spawn
-from hpctrain_tools.launch.stop_requests import StopRequests, noted_signals
+from hpctrain_tools.launch.stop_requests import Signals, noted_signals
 
 _POLL = 0.1
 """Seconds between checks for signals, and for ranks that can receive them."""
@@ -40,13 +39,11 @@ _GRACE = 2.0
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a start ended. again: whether another one may do better. host: the first on which a rank failed, if known.
-    grows: the ranks have saved, so that more can start."""
+    """How a start ended. again: whether another one may do better. host: the first on which a rank failed, if known."""
 
     code: int
     again: bool = False
     host: str | None = None
-    grows: bool = False
 
 
 def start_ranks(
@@ -66,7 +63,7 @@ def start_ranks(
     tables = read_job(job, overrides).tables
     export(tables)  # here: an mpiexec reads its own before there is a rank
     sets = [word for override in overrides for word in ("--set", override)]
-    placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
+    placement = Placement(hostfile, ranks)
     begin, restart = time.time(), 0
     with noted_signals() as signals:
         hosts, count = _next(placement, command)
@@ -78,14 +75,13 @@ def start_ranks(
             told = ("--begun", f"{begin:.3f}", TYPED, typed) if command == "run" else ()
             program = [command, str(job), *sets, *words, *told]
             saves = _checkpoints_of(tables) if command == "run" else None
-            ended = _start_once(program, hosts, count, StopRequests(signals, placement.has_more), saves, start)
+            ended = _start_once(program, hosts, count, signals, saves, start)
             if ended.host is not None:
                 placement.note_failure(ended.host)
-            if signals or not (ended.grows or (ended.again and restart < restarts)):
+            if signals or not ended.again or restart == restarts:
                 return ended.code
-            if not ended.grows:
-                restart += 1
-                print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
+            restart += 1
+            print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
             words = RESUME_NEWEST if _has_saved(_checkpoints_of(tables), begin) else words
             hosts, count = _next(placement, command)
 
@@ -102,14 +98,7 @@ def _next(placement: Placement, command: str) -> tuple[Hosts | None, int]:
 def start_command(words: Sequence[str], ranks: int) -> int:
     """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
     with noted_signals() as signals:
-        return _start_once(words, None, ranks, StopRequests(signals), None, spawn).code
-
-
-def _least(tables: Mapping[str, Any]) -> int | None:
-    """[elastic] min_ranks. The ranks report a value that is none."""
-    table = tables.get("elastic")
-    least = table.get("min_ranks") if isinstance(table, dict) else None
-    return least if type(least) is int and least > 0 else None
+        return _start_once(words, None, ranks, signals, None, spawn).code
 
 
 def _checkpoints_of(tables: Mapping[str, Any]) -> Path:
@@ -128,7 +117,7 @@ def _start_once(
     words: Sequence[str],
     hosts: Hosts | None,
     ranks: int,
-    requests: StopRequests,
+    signals: Signals,
     saves: Path | None,
     start: StartRank,
 ) -> _Ended:
@@ -137,22 +126,22 @@ def _start_once(
     command = python_module("hpctrain", *words)
     if hosts is not None and not hosts.are_here:
         remote = OnHosts(command, hosts)
-        code = _attend(remote, remote, ranks, requests, saves)
+        code = _attend(remote, remote, ranks, signals, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
         sweep("hpctrain-????????")
         with scratch_directory() as directory, closing(ChannelDirectory(directory)) as link:
             launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
-            code = _attend(launched, link, ranks, requests, saves)
+            code = _attend(launched, link, ranks, signals, saves)
         failed = launched.failed_rank
         again, host = code == EXIT_TRAINING, None if hosts is None or failed is None else hosts.by_rank[failed]
-    return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)
+    return _Ended(code, again, host if again else None)
 
 
-def _attend(launched: Launched, link: StarterChannel, ranks: int, requests: StopRequests, saves: Path | None) -> int:
+def _attend(launched: Launched, link: StarterChannel, ranks: int, signals: Signals, saves: Path | None) -> int:
     """Pass signals on and wait. If a rank is killed from outside, `launched` ends the others."""
     try:
-        status = _wait(launched, link, ranks, requests)
+        status = _wait(launched, link, ranks, signals)
     finally:
         _end(launched, link)
     code = link.exit_code
@@ -160,8 +149,8 @@ def _attend(launched: Launched, link: StarterChannel, ranks: int, requests: Stop
         return code
     if status == 0:
         return 0
-    if requests.signals.again is not None:
-        return 128 + requests.signals.again
+    if signals.again is not None:
+        return 128 + signals.again
     if link.why_not_started is not None:
         print(f"hpctrain: {link.why_not_started}", file=sys.stderr)
         return EXIT_ENVIRONMENT
@@ -183,14 +172,13 @@ def _what_continues(checkpoints: Path) -> str:
     return " There is no checkpoint yet: the same command begins at step 0; [checkpoint] every_steps saves on the way"
 
 
-def _wait(launched: Launched, link: StarterChannel, ranks: int, requests: StopRequests) -> int | None:
+def _wait(launched: Launched, link: StarterChannel, ranks: int, signals: Signals) -> int | None:
     """The status of `launched`; None if a second request to stop arrives before all ranks can answer the first."""
     while True:
         try:
             return launched.wait(timeout=_POLL)
         except subprocess.TimeoutExpired:
-            asked = requests.present()
-            if asked and link.pass_on(asked) < ranks and requests.signals.again is not None:
+            if signals and link.pass_on(tuple(signals)) < ranks and signals.again is not None:
                 return None
 
 

@@ -1,9 +1,9 @@
-"""Requests that running ranks stop: signals to this process, and slots for more ranks."""
+"""Requests that running ranks stop: signals to this process."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpctrain.ranks.signals import STOPPING
@@ -25,23 +25,6 @@ class Signals(list[int]):
         self.append(number)
         if not self.has_ranks and self.again is not None:
             raise SystemExit(128 + number)
-
-
-class StopRequests:
-    """The requests of one start."""
-
-    def __init__(self, signals: Signals, has_more: Callable[[], bool] = lambda: False) -> None:
-        """signals: those that this process has got, and will get. has_more: whether more ranks could run."""
-        self.signals, self._has_more = signals, has_more
-        self.grows = False
-        """Whether the ranks were asked to save, so that more can start."""
-
-    def present(self) -> tuple[int, ...]:
-        """The signals for the ranks, in order."""
-        if not self.grows and not self.signals:
-            self.grows = self._has_more()
-        # the ranks stop already: the first signal asks for no more than that, and another one would end them at once
-        return (signal.SIGUSR1, *self.signals[1:]) if self.grows else tuple(self.signals)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
-from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import layout_of
+from hpctrain_tools.full_check import check_thoroughly
 from hpctrain_tools.plan.estimate import step_time
 from hpctrain_tools.plan.fresh import plan_ranks_apart
 from hpctrain_tools.plan.job_plan import JobPlan
@@ -115,7 +115,7 @@ def _left_out(checked: CheckedJob, ranks: Sequence[RankPlan]) -> Iterator[str]:
     if checked.job.compile.enabled:
         yield "[compile]: planned without; compiled kernels keep less memory"
     if checked.parts.compression.name != "none":
-        yield "[compression]: planned without; less is sent between nodes"
+        yield "[compression]: planned without; less is sent"
     if any(one.uneven for one in ranks):
         yield (
             "micro batches of a step have different shapes: the largest ones were planned, so it computes and sends less than is "

@@ -135,7 +135,7 @@ def _session(
     meshes = unconnected_meshes(layout, device)
     hooks = LifeCycle(checked.registry, identity, parts.hooks)
     stack.callback(hooks.close)
-    model = TrainedModel(job, parts, meshes, identity.node, device, hooks, Shapes(stack, watch))
+    model = TrainedModel(job, parts, meshes, device, hooks, Shapes(stack, watch))
     watch.name_modules(model.module)
     with without_modes():
         feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, _CPU, model.split)

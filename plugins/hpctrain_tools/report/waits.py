@@ -47,7 +47,7 @@ def _less_communication(facts: Facts, operation: str) -> str:
         return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
     hosts = len(set(layout.hosts)) if layout is not None else 1
     if hosts > 1 and facts.key("compression", "name") == "none":
-        return '[compression] name = "bf16": half the bytes between nodes' + CHANGES
+        return '[compression] name = "bf16": half the bytes' + CHANGES
     whole = facts.count("batch", "global_size")
     if whole:
         return f"[batch] global_size = {2 * whole}: as many samples with half the sums of gradients{CHANGES}"

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
-from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.contracts.scheduler import JOB_FILE, Launch, Scheduler, SubmittedRun
 from hpctrain.job.environment import READ_BY_MPIEXEC
@@ -22,6 +21,7 @@ from hpctrain.job.problems import validate
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import SchedulerTable
+from hpctrain_tools.full_check import check_thoroughly
 from hpctrain_tools.launch.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain_tools.submit.sweep import Variant, variants
 

@@ -51,7 +51,6 @@ _USUAL: dict[str, dict[str, Any]] = {
     "model": {key: value for key, value in JOB["model"].items() if key != "name"},
     "dataset": {"samples": 60, "validation_samples": 13},
     "optimizer": {"lr": 0.05},
-    "compression": {"inside_nodes": True},
 }
 """Options by slot that a plugin gets if it has them."""
 

@@ -23,7 +23,7 @@ _TIMES = 20
 """How often the measured noise a difference may be: noise is of one run, and another order has another."""
 _LEAST = 1e-6
 """A difference that rounding in float32 explains."""
-_LEFT_OUT = ("logger", "scheduler", "profile", "elastic")
+_LEFT_OUT = ("logger", "scheduler", "profile")
 """Tables that have no part in what is compared."""
 
 

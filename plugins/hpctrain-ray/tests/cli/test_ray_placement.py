@@ -1,4 +1,4 @@
-"""Where ranks are placed, by Ray's own state: strategies, different workers, parts of GPUs, time limits, fewer ranks."""
+"""Where ranks are placed, by Ray's own state: strategies, different workers, parts of GPUs, time limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import hpctrain_ray
 import pytest
 import ray_nodes
 from hpctrain_ray.order import Bundle, Order
-from hpctrain_ray.placement import Placed, has_room, place
+from hpctrain_ray.placement import Placed, place
 from hpctrain_ray.seats import Seat, take_seats
 from jobs import JobFile
-from launching import wait_until
 from ray_nodes import cluster, nodes
-from test_ray_run import in_thread
 
 from hpctrain.api import EnvironmentUnfitError, UsageError
 
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a mi
 
 def placed(bundles: list[Bundle], strategy: str, limit: float = 20.0, **options: Any) -> Placed | None:
     order = Order(Path("job.toml"), Path.cwd(), Path("out"), bundles, strategy, limit, **options)  # type: ignore[arg-type]
-    return place(order, lambda least, most: pytest.fail("asked"), lambda: False, lambda text: None)
+    return place(order, lambda: False, lambda text: None)
 
 
 def nodes_of(found: Placed) -> list[str]:
@@ -95,41 +93,3 @@ def test_wrong_options_are_told(cluster: ray_nodes.Nodes, job: JobFile) -> None:
         hpctrain_ray.run(job.path, 2, workers=[{"cpus": 2}])
     with pytest.raises(UsageError, match="expected cpus, gpus or resources above 0"):
         hpctrain_ray.run(job.path, 2, cpus=0)
-
-
-def test_a_lost_node_leaves_fewer_ranks_and_a_new_one_brings_them_back(
-    cluster: ray_nodes.Nodes, job: JobFile, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job.sleeps(0.25).set(
-        job={"steps": 100}, plugins={"load": ["slow"]}, checkpoint={"every_steps": 5}, elastic={"min_ranks": 1},
-        communicator={"name": "gloo"}, batch={"micro_size": 2},
-    )  # fmt: skip
-    thread, found = in_thread(lambda: hpctrain_ray.run(job.path, 3, resources={"seat": 1}))
-    job.wait_for_steps(7)
-    cluster.kill("b")
-    wait_until(lambda: starts(job) == [3, 2], 90, "a start of two ranks")
-    job.wait_for_steps(len(job.rows()) + 5)
-    cluster.add("b")
-    thread.join(150)
-    [result] = found
-    said = capfd.readouterr().err
-    assert result.exit_code == 0 and result.step == 100, said
-    assert starts(job) == [3, 2, 3]
-    assert "2 of 3 ranks start" in said and "has room for 3 ranks again" in said
-
-
-def starts(job: JobFile) -> list[int]:
-    """The numbers of ranks of the run's starts."""
-    rows = [json.loads(line) for line in (job.output / "starts.jsonl").read_text().splitlines()]
-    return [row["ranks"] for row in rows if "ranks" in row]
-
-
-def test_two_jobs_at_once_and_a_growth_that_has_no_room(cluster: ray_nodes.Nodes) -> None:
-    first, second = placed([Bundle(4)], "PACK"), placed([Bundle(4)], "PACK")
-    assert first is not None and second is not None and nodes_of(first) != nodes_of(second)
-    order = Order(Path("job.toml"), Path.cwd(), Path("out"), [Bundle(1)] * 2, "STRICT_PACK")
-    assert not has_room([Bundle(1)] * 2, order) and has_room([Bundle(1)], order)  # one CPU is left, on node c
-    second.remove()
-    wait_until(lambda: has_room([Bundle(1)] * 2, order), 20, "the news of free CPUs")
-    assert not has_room([Bundle(3), Bundle(2)], order)  # there are 5 CPUs, but on two nodes
-    first.remove()

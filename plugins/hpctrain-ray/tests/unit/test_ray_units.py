@@ -19,7 +19,7 @@ from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
 from hpctrain_ray.ids import JobId, read_end, write_end
 from hpctrain_ray.options import RayOptions, read_options
-from hpctrain_ray.order import Bundle, first_of, listed
+from hpctrain_ray.order import Bundle, listed
 from hpctrain_ray.private_directories import make_private_directory, take_ending
 from hpctrain_ray.rows import mean, split
 from hpctrain_ray.running import order_of
@@ -47,9 +47,6 @@ def test_bundles() -> None:
     assert [one.as_ray() for one in bundles] == [{"CPU": 1, "GPU": 0.5}, {"CPU": 1, "GPU": 0.5}, {"CPU": 4, "tpu": 1}]
     assert listed(bundles) == "2 x (1 CPU, 0.5 GPU), 1 x (4 CPU, 1 tpu)"
     assert options.count == 3 and RayOptions().bundles(2) == [Bundle()] * 2
-    with pytest.raises(UsageError, match="different resources"):
-        first_of(bundles, 2)
-    assert first_of([Bundle()] * 3, 2) == [Bundle()] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hpctrain.checking.choices import choices, lacking
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checkpoint.state import create_state, model_pieces
 from hpctrain.checkpoint.weights import load_weights, open_weights
-from hpctrain.checkpoint.writing import alone
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plugin import Machine
@@ -30,6 +29,7 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import given_names
 from hpctrain.model.parameters import tied_parameters, trained_names
 from hpctrain.plugins.registry import Registry
+from hpctrain_tools.checkpoint.writing import alone
 
 _FULL = 0.9
 """The share of lr that a schedule is expected to reach."""

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import example, job_arguments, say, size_text
+from hpctrain.cli.options import example, job_arguments, say
 from hpctrain.job.environment import cached_on_node
+from hpctrain.toolkit.commands import hookimpl
+from hpctrain_tools.options import size_text
 
 
 @click.command("check", epilog=example("hpctrain check job.toml -n 4"))
@@ -18,8 +20,8 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
 
     If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
-    from hpctrain.checking.full_check import check_thoroughly, notes, sizes
     from hpctrain.job.reading import read_job
+    from hpctrain_tools.full_check import check_thoroughly, notes, sizes
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
     for note in [*checked.registry.told(), *notes(checked.job, checked.parts, checked.registry, ranks)]:
@@ -32,3 +34,8 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     needs = "parameters, gradients and optimizer state, and more for activations"
     told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
     say(f"{job}: {parameters}{told}")
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command
