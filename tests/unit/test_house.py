@@ -33,7 +33,7 @@ PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml
 
 BUDGETS = {"hpctrain": 30_522, "plugins/hpctrain_plugins": 10_911}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
-WORDS = 73_263
+WORDS = 72_313
 """Of the pages, READMEs included, without the reference, which is made with the site; 75,000 are the goal."""
 
 

@@ -23,7 +23,10 @@ from launching import wait_until
 from logged import forget_checkpoint, histories, is_whole, logger, prepare, read_offline, rows, scalars, table, train
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import JobError
+from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.training.report import Report
 
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALLED = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
@@ -180,10 +183,7 @@ def test_csv_follows_no_link_and_keeps_a_file_that_is_none_of_its_own() -> None:
     Path("mine.csv").write_text("a,b\n1,2\n")
     Path("out/metrics.csv").symlink_to(Path("mine.csv").absolute())
     with pytest.raises(EnvironmentUnfitError, match=r"\[\[logger\]\] name = 'csv': .*symbolic link"):
-        from hpctrain.training.progress import BestSoFar
-        from hpctrain.training.report import Records
-
-        Records(Path("out"), [logger("csv")], 2, BestSoFar())
+        Report(Identity(), RankChannel()).open(Path("out"), [logger("csv")], 2)
     logger("csv").open(Path("out"), 0).log({"step": 1})
     assert Path("mine.csv").read_text() == "a,b\n1,2\n" and table("metrics.csv") == [{"step": "1"}]
 
