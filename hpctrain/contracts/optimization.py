@@ -43,7 +43,7 @@ class WholeTensors:
     def map(
         self, tensors: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """The result of `function` for the whole of each value, cut as `tensors` are: the parameters of a group.
+        """Call `function` with the whole of each value, and cut what it returns as `tensors` are: all parameters of a group.
 
         values: of the shapes and dtypes of `tensors`, such as their momentum. function: returns a tensor of the shape that it gets,
         the parameter's. One of the ranks that hold parts of a value calls it, so it must not depend on the rank. Collective: each
@@ -57,7 +57,8 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def build_whole(self, groups: list[dict[str, Any]], whole: WholeTensors) -> torch.optim.Optimizer:
-        """Build likewise. What depends on more than an element of a part goes through `whole.map`; state has the part's shape."""
+        """Build the optimizer, as `build`. What depends on more than an element of a part goes through `whole.map`; state has the
+        shape of the part."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self.build_whole(groups, WholeTensors())

@@ -30,7 +30,7 @@ class _Part:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """The place in the whole."""
+        """The slices of the whole that it fills."""
         return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.shape, strict=True))
 
 
