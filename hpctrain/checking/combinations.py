@@ -9,6 +9,7 @@ from math import lcm, prod
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
+from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
@@ -30,7 +31,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_of_model(job, parts, plan),
         *_of_axes(job, parts),
         *_of_dataset(job),
-        *_of_epochs(job),
+        *_of_epochs(job, parts),
         *_of_tokens(job, parts),
         *_of_compiling(job, plan),
         *(_of_layout(job, parts, plan, plan.data_ranks) if plan.data_ranks is not None else ()),
@@ -172,11 +173,21 @@ def _of_dataset(job: Job) -> Problems:
         yield PlacedProblem.at(("dataset", "collate"), why)
 
 
-def _of_epochs(job: Job) -> Problems:
-    """Schedules by epoch without epochs."""
+def _of_epochs(job: Job, parts: Parts) -> Problems:
+    """Schedules by epoch without epochs, and smaller last batches where all must be of one shape."""
     if job.schedule.unit == "epoch" and job.job.epochs is None:
         why = '"epoch" needs [job] epochs, which say how long the schedule is; give these instead of steps, or leave it out'
         yield PlacedProblem.at(("schedule", "unit"), why)
+    if job.batch.drop_last is not False:
+        return
+    key: Key = ("batch", "drop_last")
+    if job.model.sync_batch_norm:
+        why = "an epoch's last batch may leave a rank without samples, and batch norms take means over all"
+        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
+    one_shape = axis_of_one_shape(job, parts)
+    if one_shape is not None:
+        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller"
+        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
 
 
 def _of_tokens(job: Job, parts: Parts) -> Problems:

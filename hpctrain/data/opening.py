@@ -18,6 +18,7 @@ from hpctrain.data.refusals import (
     COUNTED_STEPS,
     STREAM,
     refuse_epochs,
+    refuse_last_batches,
     refuse_mixture,
     refuse_other_kind,
     refuse_too_long,
@@ -78,6 +79,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
         refuse_epochs(job, STREAM)
+    refuse_last_batches(job, training)
     fingerprint, order = _order(job, training, lengths)
     steps = _steps(job, samples or 0, order, lengths, training.is_estimate)
     return Data(training, validation, samples, lengths, validation_lengths, fingerprint, order, steps)
@@ -166,15 +168,23 @@ def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
     return context
 
 
-def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks: int) -> BatchPlan | TokenPlan:
-    """This data-parallel rank's share of the global batches. lengths: those of the planned samples."""
+def make_plan(
+    job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks: int, samples: int | None = None
+) -> BatchPlan | TokenPlan:
+    """This data-parallel rank's share of the global batches. lengths: those of the planned samples. samples: of an epoch."""
     batch = job.batch
     if lengths is None:
-        assert batch.global_size is not None and batch.micro_size is not None
-        return BatchPlan(batch.global_size, batch.micro_size, rank, ranks)
+        return _plan_by_samples(job, samples, rank, ranks)
     assert batch.tokens is not None
     room, multiple = capacity(job, parts), sequence_multiple(job, parts)
     return TokenPlan(lengths, batch.tokens, room, multiple, rank, ranks, batch.packing)
+
+
+def _plan_by_samples(job: Job, samples: int | None, rank: int, ranks: int) -> BatchPlan:
+    batch = job.batch
+    assert batch.global_size is not None and batch.micro_size is not None
+    epoch = None if batch.drop_last is None else samples
+    return BatchPlan(batch.global_size, batch.micro_size, rank, ranks, epoch, bool(batch.drop_last))
 
 
 def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
@@ -254,5 +264,5 @@ def steps_of_epochs(job: Job, samples: int, order: Order, lengths: Lengths | Non
     """The number of whole global batches from position `begin` of the order to the end of the job's epochs."""
     end = int((job.job.epochs or 0) * samples)
     if lengths is None:
-        return max(0, end - begin) // job.batch.size
+        return _plan_by_samples(job, samples, 0, 1).steps_between(begin, end)
     return whole_batches(order, lengths, job.batch.size, end, begin)

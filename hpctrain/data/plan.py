@@ -26,12 +26,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: each rank takes a contiguous part of it, in micro batches."""
+    """How a global batch is cut: each rank takes a contiguous part of it, in micro batches.
+
+    epoch: the samples after which batches begin anew; None where epochs follow each other without a seam. drops: whether what then
+    fills no batch is left out, else it is a smaller one.
+    """
 
     global_size: int
     micro_size: int
     rank: int
     ranks: int
+    epoch: int | None = None
+    drops: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -40,19 +46,44 @@ class BatchPlan:
 
     @property
     def samples_per_step(self) -> float:
-        """Samples of a global batch."""
-        return self.global_size
+        """The average over an epoch; samples that are dropped count."""
+        return self.global_size if self.epoch is None else self.epoch / self._steps_of(self.epoch)
+
+    def steps_between(self, begin: int, end: int) -> int:
+        """The number of global batches from a position of the order to another; one that goes beyond it does not count."""
+        if self.epoch is None or end < begin + -begin % self.epoch:
+            return max(0, end - begin) // self.global_size
+        rest = -begin % self.epoch
+        epochs, more = divmod(end - begin - rest, self.epoch)
+        return self._steps_of(rest) + epochs * self._steps_of(self.epoch) + more // self.global_size
+
+    def _steps_of(self, samples: int) -> int:
+        return samples // self.global_size if self.drops else -(-samples // self.global_size)
 
     def training(self, order: Order, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
-        mine = self._mine(self.global_size)
-        for step in range(steps):
-            begin = samples_seen + step * self.global_size
+        after = samples_seen
+        for _ in range(steps):
+            begin, end, after = self._batch_from(after)
+            mine = self._mine(end - begin)
             for number, places in enumerate(mine):
-                positions = range(begin + places.start, begin + places.stop)
+                counts = len(places) > 0
+                positions = range(begin + places.start, begin + places.stop) if counts else range(begin, begin + 1)
                 indices = order.at(positions.start, positions.stop).tolist()
-                last = begin + self.global_size if number == len(mine) - 1 else None
-                yield Planned(indices, places.start, after=last, positions=positions)
+                last = after if number == len(mine) - 1 else None
+                yield Planned(indices, places.start if counts else 0, counts, last, positions)
+
+    def _batch_from(self, begin: int) -> tuple[int, int, int]:
+        """The positions at which the next global batch begins and ends, and at which the one after it may begin."""
+        end = begin + self.global_size
+        if self.epoch is None:
+            return begin, end, end
+        seam = (begin // self.epoch + 1) * self.epoch
+        if not self.drops:
+            return begin, min(end, seam), min(end, seam)
+        if end > seam:
+            begin, end, seam = seam, seam + self.global_size, seam + self.epoch
+        return begin, end, end if end + self.global_size <= seam else seam
 
     def _mine(self, samples: int) -> list[range]:
         """This rank's micro batches of so many samples, as many as every rank has, since a forward may communicate; empty ones
@@ -88,4 +119,6 @@ class BatchPlan:
     def __str__(self) -> str:
         ranks = f"{self.ranks} data-parallel rank{'s' * (self.ranks > 1)}"
         micro_batches = f"{self.micro_batches} micro batch{'es' * (self.micro_batches > 1)}"
-        return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}"
+        end = "rest dropped" if self.drops else "last batch smaller"
+        last = "" if self.epoch is None else f", an epoch's {end}"
+        return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}{last}"

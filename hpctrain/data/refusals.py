@@ -35,6 +35,23 @@ def refuse_epochs(job: Job, why: str) -> None:
             raise UsageError(f"{key}: {job.dataset.name!r} {why}; give {instead}, or the data set a __len__")
 
 
+def refuse_last_batches(job: Job, samples: Samples | Stream) -> None:
+    """UsageError for [batch] drop_last of data whose epochs batches can't end with."""
+    if job.batch.drop_last is None:
+        return
+    kind = "stream" if isinstance(samples, Stream) else "mixture" if samples.mixture() is not None else None
+    if kind is not None:
+        raise UsageError(
+            f"[batch] drop_last: {job.dataset.name!r} is a {kind}, whose batches don't end with its epochs; leave it out"
+        )
+    assert isinstance(samples, Samples)
+    if job.batch.drop_last and len(samples) < job.batch.size:
+        raise UsageError(
+            f"[batch] drop_last = true: the {len(samples)} samples of {job.dataset.name!r} do not fill one global batch of "
+            f"{job.batch.size}; give a smaller global_size, or leave it out"
+        )
+
+
 def refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:
     """UsageError for a data set with ids beyond the model's vocabulary."""
     if samples.vocab_size is not None and vocab_size is not None and samples.vocab_size > vocab_size:

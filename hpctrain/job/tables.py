@@ -174,6 +174,9 @@ class BatchTable(Table):
     packing: bool = False
     """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
     one length; each attends to itself alone."""
+    drop_last: bool | None = None
+    """End each epoch with its own samples where global batches don't divide it: true drops the rest, false makes a smaller batch of
+    it, as torch's DataLoader does (default: the next epoch's samples fill it)."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
@@ -192,6 +195,10 @@ class BatchTable(Table):
         if self.packing and self.tokens is None:
             raise error_of_several_keys(
                 "expected packing with tokens and micro_tokens, found global_size and micro_size"
+            )
+        if self.drop_last is not None and self.tokens is not None:
+            raise error_of_several_keys(
+                "expected drop_last with global_size and micro_size, found tokens and micro_tokens"
             )
         return self
 

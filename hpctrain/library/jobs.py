@@ -99,6 +99,10 @@ def check_model(
     parts = checked.parts
     if not has_data(checked.job):
         refuse_epochs(checked.job, "stands for the loop's own data, whose epochs hpctrain doesn't know")
+    if checked.job.batch.drop_last is False:
+        raise UsageError(
+            "[batch] drop_last = false: loop.backward() averages over micro batches of one size; expected true, or leave it out"
+        )
     if any(one.traits.ranks_have == "other parameters" for one in parts.parallelism.values()):
         raise UsageError(
             "[parallelism]: an axis spreads the model's layers over ranks, which the forward of a program's own loop can't run; "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpctrain.base.errors import TrainingError, UsageError
@@ -11,6 +14,8 @@ from hpctrain.base.json_values import encode
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.library.parameters import LaidOut
+
+LOG = logging.getLogger("hpctrain")
 
 
 def kept_state(name: str, one: Any) -> PluginState:
@@ -51,6 +56,33 @@ def kept_state(name: str, one: Any) -> PluginState:
 def frozen_state(name: str, model: LaidOut) -> PluginState:
     """The values of a frozen model that the program changes, such as a momentum teacher, in checkpoints."""
     return PluginState(name, model.pieces(), restore=lambda _: model.sharded.refresh())
+
+
+def changes_told(models: Sequence[LaidOut]) -> PluginState:
+    """State of no values that says, at each save, which of these frozen models have changed: no checkpoint has them."""
+    before = {model.name: _norms(model) for model in models}
+
+    def values() -> dict[str, Any]:
+        for model in models:
+            if model.name in before and _norms(model) != before[model.name]:
+                del before[model.name]
+                LOG.warning(
+                    "the program has changed the frozen model %r, which checkpoints leave out: after a resume it is again what "
+                    "setup got; keep it with loop.register_for_checkpointing(%s=...), given the model that setup returned",
+                    model.name,
+                    model.name if model.name.isidentifier() else "NAME",
+                )
+        return {}
+
+    return PluginState("frozen models", values=values)
+
+
+def _norms(model: LaidOut) -> list[float]:
+    """A number for each of the model's tensors on this rank, another one after a change."""
+    tensors = [piece.tensor.detach() for piece in model.pieces() if piece.tensor.numel()]
+    dtype = [torch.complex128 if one.is_complex() else torch.float64 for one in tensors]
+    norms = [torch.linalg.vector_norm(one.to(kind)) for one, kind in zip(tensors, dtype, strict=True)]
+    return torch.stack(norms).tolist() if norms else []
 
 
 def _refuse_value(name: str, state: dict[str, Any]) -> None:

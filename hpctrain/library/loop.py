@@ -25,7 +25,7 @@ from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
 from hpctrain.library.gradients import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import frozen_state, kept_state
+from hpctrain.library.kept import changes_told, frozen_state, kept_state
 from hpctrain.library.module import OwnModule, own
 from hpctrain.library.optimizer import OwnOptimizer
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
@@ -258,9 +258,12 @@ class Loop:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        states = [
-            (frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in self._kept.items()
+        kept = self._kept.items()
+        states = [(frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in kept]
+        frozen = [
+            one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)
         ]
+        states += [changes_told(frozen)] if frozen else []
         self._steps = OwnSteps(self._start, self._trained, states, self._agreement)
         yield from self._steps
 

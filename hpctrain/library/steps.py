@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 import zlib
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hpctrain.base.devices import seed_draws
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checkpoint.directory import step_of
 from hpctrain.contracts.life_cycle import PluginState
@@ -34,6 +35,8 @@ from hpctrain.training.rank import say_goodbye
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.start import Start
 from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, start_hooks
+
+LOG = logging.getLogger("hpctrain")
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class OwnSteps(Steps):
         ranks = mine.exchanged(partial(self._agreement.on, END_OF_STEP, progress.step, detail=detail))
         self.compare_replicas(done, ranks)
         updates = {name: one.update for name, one in self._trained.items() if one.update is not None}
+        self._tell_of_no_update(bool(updates))
         session.model.scaler.update(all(one.is_finite for one in self._trained.values()))
         for one in session.models:
             one.sharded.adopt()
@@ -164,6 +168,17 @@ class OwnSteps(Steps):
         end_if_asked(session)
         save_if_due(session, bool(level), asked=any(one.saves for one in ranks))
         return bool(level) and not progress.done
+
+    def _tell_of_no_update(self, has_updates: bool) -> None:
+        """Say after a first step that no optimizer has stepped. Raises TrainingError at the end of a training that had none."""
+        progress = self.session.progress
+        if has_updates or any(one.model.optimizer_begun for one in self._trained.values()):
+            return
+        expected = "expected optimizer.step() after loop.backward(loss), on the optimizer that setup returned"
+        if progress.step + 1 >= progress.steps:
+            raise TrainingError(f"no optimizer has stepped in {progress.steps} steps; {expected}")
+        if self.is_first and self._start.world.identity.rank == 0:
+            LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches of the validation data, as many on every rank. Collective."""

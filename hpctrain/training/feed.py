@@ -174,7 +174,7 @@ class Feed:
             pool.close()
 
     def _make_plan(self, lengths: Lengths | None) -> BatchPlan | TokenPlan:
-        return make_plan(self._job, self._parts, lengths, self._rank, self._ranks)
+        return make_plan(self._job, self._parts, lengths, self._rank, self._ranks, self.samples)
 
     def _load(
         self, which: Split, make: Callable[[], Pool], plan: Iterator[Planned], split: Callable[[Batch], Batch]

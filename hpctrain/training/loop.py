@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from hpctrain.ranks.json_collectives import gather_values
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import Ask, Asking, evaluate, refuse_unmeasured
 from hpctrain.training.figures import figures_of_update
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import look
+from hpctrain.training.look import is_compiled, look
 from hpctrain.training.metrics import EvaluationRow, gather_row
 from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
+from hpctrain.training.starts import first_step_seconds, note_first_step
 from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, moment, show_model, start_hooks
 
 
@@ -35,7 +36,10 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     start_hooks(session)
     look(session)
     try_packing(session)
-    if progress.step and progress.evaluation is None:
+    compiles = bool(sum_of(session.job.compile.enabled or is_compiled(session.model.module)))
+    if compiles:
+        stops = strongest(partial(too_late_to_compile, session))
+    if progress.step and progress.evaluation is None and not stops:
         stops = evaluate_if_due(session, partial(urgent, stop))  # left out at a signal, to save first
     steps.begin()
     try:
@@ -46,6 +50,10 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
             with explained(session, f"in step {progress.step + 1}"):
                 stops, update = train_step(steps)
             losses.append(update.figures.loss)
+            if compiles and progress.step == begun + 1:
+                session.deadline.unseen = steps.row["step_seconds"]
+                if session.identity.rank == 0:
+                    note_first_step(session.job.output_dir, steps.row["step_seconds"])
             if steps.act([update]):
                 del losses[max(0, progress.step - begun) :]
                 continue  # nothing to save: the model is that of a checkpoint
@@ -139,6 +147,18 @@ def urgent(stop: StopRequest, seconds: float) -> int:
     return stop.level if stop.is_urgent else 0
 
 
+def too_late_to_compile(session: Session, _: float) -> int:
+    """This rank's request to stop at the start, where the first step of the last start took longer than what is left."""
+    if (left := session.deadline.left) == math.inf:
+        return 0
+    if (known := first_step_seconds(session.job.output_dir)) is None:
+        session.report.say(f"compile      takes a time not known yet, nor counted in the {left:.0f} s that are left")
+        return 0
+    session.report.say(f"compile      took {known:.0f} s in the last start's first step, and {left:.0f} s are left")
+    # without reserve: some kernels are kept, and a job with too little time has to get on
+    return STOPPED if session.deadline.leaves_no(known, reserve=1.0) else 0
+
+
 def evaluation_is_due(session: Session) -> bool:
     """Whether the job asks for an evaluation of this step; the last one has one, too."""
     table, progress = session.job.evaluation, session.progress
@@ -161,7 +181,11 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         session.hooks.phase("evaluation", progress.step),
         explained(session, f"in the evaluation of step {progress.step}"),
     ):
-        found = evaluate(session.model, session.parts, session.feed.validation_loader(), moved, asking)
+        if session.deadline.unseen:
+            asking.level = strongest(lambda _: ask(session.deadline.unseen))
+            session.deadline.unseen = 0.0
+        loader = session.feed.validation_loader
+        found = None if asking.level else evaluate(session.model, session.parts, loader(), moved, asking)
     show_model(session, "hpctrain_evaluation_end", step=progress.step)
     if found is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")

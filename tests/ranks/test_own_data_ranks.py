@@ -231,8 +231,9 @@ def _plain_epochs(text: str, rates: tuple[float, ...]) -> list[Step]:
     )
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("layout", [nightly({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=str)
-def test_a_schedule_by_epochs(root, layout: dict[str, Any]) -> None:
+def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops: bool) -> None:
     """Batches and learning rates by epochs, over a resume within the second one."""
     skip_unless_even(layout)
     by_epoch = {"name": "linear", "unit": "epoch"}
@@ -240,6 +241,7 @@ def test_a_schedule_by_epochs(root, layout: dict[str, Any]) -> None:
         optimizer=SGD,
         job={"output_dir": str(root)},
         dataset={"samples": EPOCH},
+        batch={"drop_last": drops},
         schedule=by_epoch,
     )
     del tables["job"]["steps"]
@@ -248,6 +250,8 @@ def test_a_schedule_by_epochs(root, layout: dict[str, Any]) -> None:
     ).rows
     tables["job"]["epochs"] = 4
     rows += train_here({**tables, **layout}).rows
-    expected = [SGD["lr"] * (1 if step < 3 else 1 - step // 2 / 3) for step in range(8)]
+    per_epoch = 2 if drops else 3
+    expected = [SGD["lr"] * (1 if step < per_epoch + 1 else 1 - step // per_epoch / 3) for step in range(4 * per_epoch)]
     assert [row["lr"] for row in rows] == pytest.approx(expected)
-    compare(rows, _plain_epochs(json.dumps(tables), tuple(expected)), *BOUNDS["fp32"])
+    assert [row["tokens"] for row in rows] == [8 * n for n in ([24] * 8 if drops else [24, 24, 7] * 4)]
+    compare(rows, _plain_epochs(json.dumps(tables), not drops, tuple(expected)), *BOUNDS["fp32"])

@@ -470,6 +470,16 @@ def test_a_value_beside_the_loss_with_the_name_of_a_key_is_refused() -> None:
         hpctrain.run(tables("out", {"name": "own:data"}, model={"loss": "beside:loss"}, batch={"micro_size": 1}))
 
 
+def test_an_epoch_that_fills_no_batch() -> None:
+    """It is a batch, or refused."""
+    data = {"name": "own:data", "collate": "own:pad"}
+    assert rows_of(tables("out", data, batch={"global_size": 48, "drop_last": False}), "samples") == [40] * 6
+    with pytest.raises(
+        UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
+    ):
+        hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
+
+
 @pytest.mark.thorough
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Its data set, its collate_fn and its number of workers; the order and the batches are the job's."""
@@ -482,7 +492,9 @@ def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None
     told = (
         "loader       of the DataLoader are used the data set, collate_fn and num_workers = 1; its batch_size = 5 and "
     )
-    decided = "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True"
+    decided = (
+        "RandomSampler are not, since [batch] and [job] seed decide; nor are drop_last = True (see [batch] drop_last)"
+    )
     assert told + decided in capsys.readouterr().out
     assert Counter(line.split()[0] for line in Path("starts").read_text().splitlines()) == {"train": 1, "validation": 1}
     Path("starts").unlink()

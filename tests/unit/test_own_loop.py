@@ -311,25 +311,30 @@ def test_what_is_not_used_is_left_alone_also_after_a_resume(stage: int, name: st
     torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_a_loop_may_end_by_exit() -> None:
-    """sys.exit() is a `break` after which the program ends."""
+@pytest.mark.parametrize("leaving", ["exit", "never"])
+def test_how_a_loop_may_end(leaving: str, caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit() is a `break` after which the program ends; a loop that never steps has trained nothing."""
     net = make_net()
-    with pytest.raises(SystemExit), looping(5) as loop:
+    kind, said = (SystemExit, None) if leaving == "exit" else (TrainingError, "no optimizer has stepped in 5 steps")
+    with pytest.raises(kind, match=said), looping(5) as loop:
         model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for step in loop.steps():
             for x, y in step:
                 loop.backward(mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            if step.number == 3:
-                sys.exit()
-    assert [one.name for one in Path("runs/own/checkpoints").glob("step-*")] == ["step-00000003"]
+            if leaving == "exit":
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == 3:
+                    sys.exit()
+    saved = [one.name for one in Path("runs/own/checkpoints").glob("step-*")]
+    assert saved == (["step-00000003"] if leaving == "exit" else [])
+    assert ("no optimizer has stepped" in caplog.text) == (leaving == "never")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool) -> None:
-    """A momentum teacher: a resume goes on with it if it is registered."""
+def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A momentum teacher: registered, a resume goes on with it; if not, the first step says that it is lost."""
 
     def train(name: str, steps: int) -> list[float]:
         net = make_net()
@@ -355,6 +360,7 @@ def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool) -> Non
     expected = train("whole", 6)
     train("cut", 3)
     assert (train("cut", 6) == expected) == keeps
+    assert ("has changed the frozen model 'teacher'" in caplog.text) == (not keeps)
 
 
 @pytest.mark.parametrize("wrap", ["block", "size"])
@@ -815,6 +821,11 @@ def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[Hpc
     [
         (False, {"schedule": {"unit": "epoch"}}, r"\[schedule\] unit: \"epoch\" needs \[job\] epochs"),
         (False, {"evaluation": {"every_epochs": 1}}, r"\[evaluation\] every_epochs: .* stands for the loop's own data"),
+        (
+            True,
+            {"batch": {"global_size": 8, "micro_size": 4, "drop_last": False}},
+            r"drop_last = false: loop.backward\(\) aver",
+        ),
     ],
 )
 def test_what_a_loop_has_no_epochs_for(data: bool, tables: dict[str, Any], said: str) -> None:

@@ -159,6 +159,38 @@ def test_evaluation_takes_every_sample_once_in_as_many_forwards_on_all_ranks(
     )
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.booleans(), st.data())
+def test_batches_that_end_with_the_epoch(
+    ranks: int, micro: int, accumulation: int, samples: int, drops: bool, data: st.DataObject
+) -> None:
+    """Each epoch's batches are a DataLoader's, cut over the ranks, from any batch of it on; and they are counted."""
+    size = ranks * micro * accumulation
+    samples += size if drops else 0  # else there is no batch
+    firsts = range(0, samples - size + 1, size) if drops else range(0, samples, size)
+    expected = [
+        range(epoch * samples + first, epoch * samples + min(first + size, samples))
+        for epoch in range(3)
+        for first in firsts
+    ]
+    skipped = data.draw(st.integers(0, len(firsts)))
+    seen = expected[skipped].start
+    order, found = SampleOrder(samples, 5, "f"), [dict[int, int]() for _ in expected[skipped:]]
+    for rank in range(ranks):
+        step, ends = 0, []
+        for planned in BatchPlan(size, micro, rank, ranks, samples, drops).training(order, seen, len(found)):
+            assert 0 < len(planned.indices) <= micro and list(planned.indices) == [
+                order.at(one, one + 1)[0] for one in planned.positions
+            ]
+            if planned.counts:
+                assert planned.place == planned.positions[0] - expected[skipped + step].start
+                found[step].update(dict.fromkeys(planned.positions, rank))
+            ends.append(planned.after)
+            step += planned.after is not None
+        assert step == len(found) and ends[-1] == 3 * samples
+    assert [sorted(batch) for batch in found] == [list(batch) for batch in expected[skipped:]]
+    assert BatchPlan(size, micro, 0, ranks, samples, drops).steps_between(seen, 3 * samples) == len(found)
+
+
 def test_the_batch_as_a_person_reads_it() -> None:
     assert str(BatchPlan(4, 2, 0, 1)) == "4 samples = 1 data-parallel rank x 2 micro batches x 2"
     assert str(BatchPlan(4, 2, 0, 2)) == "4 samples = 2 data-parallel ranks x 1 micro batch x 2"

@@ -375,6 +375,7 @@ def test_the_commands_take_a_stream() -> None:
     [
         ("flow", {"job": {"epochs": 2}}, UsageError, r"\[job\] epochs: 'flows:flow' is a stream without .* give \[job\] steps"),
         ("flow", {"checkpoint": {"every_epochs": 1}}, UsageError, r"\[checkpoint\] every_epochs: .* give every_steps"),
+        ("flow", {"batch": {"drop_last": False}}, UsageError, r"\[batch\] drop_last: 'flows:flow' is a stream, whose batches"),
         ("late", {}, UsageError, r"after load_state_dict\(state_dict\(\)\) its iterator goes on with other items.* before its `yi"),
         ("generator", {}, UsageError, "returned generator, which can be read once only; expected an object whose __iter__"),
         ("none", {}, UsageError, "returned a stream that has no items"),

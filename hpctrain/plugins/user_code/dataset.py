@@ -105,7 +105,9 @@ class UserDataset(Dataset):
         if loader.collate_fn is not default_collate:
             own = UserCollation(f"{self._what}: the DataLoader's collate_fn", loader.collate_fn)
         unused = [
-            f"{key} = {getattr(loader, key)}" for key, default in _UNUSED.items() if getattr(loader, key) != default
+            f"{key} = {getattr(loader, key)}" + " (see [batch] drop_last)" * (key == "drop_last")
+            for key, default in _UNUSED.items()
+            if getattr(loader, key) != default
         ]
         opened = self._opened(loader.dataset, self._collation or own)
         opened.workers = loader.num_workers
