@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import pluggy
 
@@ -123,9 +123,12 @@ class LifeCycle:
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """The results of the implementations, without None. Any error becomes a TrainingError with the plugin's name, except
         an HpctrainError, which is raised unchanged."""
-        caller = getattr(self._hooks, hook)
+        caller, model = getattr(self._hooks, hook), arguments.get("model")
+        module = None if model is None or not model.module.training else model.module
         try:
             found: list[Any] = caller(**arguments)
+            if module is not None and not module.training:
+                self._refuse_evaluation_mode(hook, caller)
             return found
         except HpctrainError:
             raise
@@ -150,6 +153,14 @@ class LifeCycle:
         with self.position.inside(name, step):
             yield
         self.call("hpctrain_phase_end", phase=name, step=step)
+
+    def _refuse_evaluation_mode(self, hook: str, caller: pluggy.HookCaller) -> NoReturn:
+        """Raises TrainingError that names whoever may have left the model in evaluation mode."""
+        names = [self._sources.get(one.plugin_name, one.plugin_name) for one in caller.get_hookimpls()]
+        raise TrainingError(
+            f"the plugin {' or '.join(names)} left the model in evaluation mode in {hook}{self._here}, where dropout and batch "
+            "norms do not train; expected module.train() again at its end"
+        )
 
     def _where(self, caller: pluggy.HookCaller, trace: TracebackType | None) -> tuple[str, str]:
         """The frames from the failed implementation on, and its plugin."""

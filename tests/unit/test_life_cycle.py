@@ -254,6 +254,16 @@ def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
         hpctrain.run({**TINY, "optimizer": {"name": "rates:Own", "lr": 0.1}})
 
 
+def test_a_hook_that_leaves_evaluation_mode_is_named() -> None:
+    name = write(
+        "evaluates", "from hpctrain.api import hookimpl\n\n\n@hookimpl\n"
+        "def hpctrain_step_end(model):\n    model.module.eval()\n",
+    )  # fmt: skip
+    told = "^the plugin evaluates .*left the model in evaluation mode in hpctrain_step_end, where dropout"
+    with pytest.raises(TrainingError, match=told):
+        train(name)
+
+
 def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
     name = write(
         "refuses", "from hpctrain.api import CheckpointError, hookimpl\n\n\n@hookimpl\n"
