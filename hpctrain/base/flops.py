@@ -10,11 +10,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from hpctrain.base.torch_private import TorchDispatchMode, is_fake, operator_of
 
+# torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes
 _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
 # kernels of recurrent layers, which are not in torch's registry either; each has one with _backward for its gradients
 _RECURRENT = "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"
 

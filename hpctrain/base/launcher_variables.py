@@ -14,14 +14,14 @@ from typing import NamedTuple
 __all__ = ["RankNumbers", "job_id", "launched", "set_variables", "started_variables"]
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED")
+# set by the mpiexec of Open MPI 4, Open MPI 5 and MPICH. Under Slurm, Slurm's own variables may describe only their proxies.
 _MPIRUN = (*_OPEN_MPI, "MPI_LOCALNRANKS")
-"""Set by the mpiexec of Open MPI 4, Open MPI 5 and MPICH. Under Slurm, Slurm's own variables may describe only their proxies."""
 # set by launchers with a process management interface: mpiexec, Flux, and srun with --mpi=pmi2 or pmix
 _PMI = ("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
 # set by PALS, the mpiexec of PBS on Cray and HPE machines, which may set none of the variables above
 _PALS = "PALS_RANKID"
+# set by Flux, with the names under which its PMI says the same. An mpiexec in a task of Flux sets other values for its ranks.
 _FLUX = {"FLUX_TASK_RANK": "PMI_RANK", "FLUX_JOB_SIZE": "PMI_SIZE"}
-"""Set by Flux, with the names under which its PMI says the same. An mpiexec in a task of Flux sets other values for its ranks."""
 # set by torchrun, which srun or mpiexec may have started
 _AGENT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -49,11 +49,11 @@ OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_",
 _OF_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 # the ranks of this node and of the world, from Open MPI's mpiexec, and from MPICH's and its relatives'
 _BY_MPIEXEC = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
+# the number of nodes, what only a task has, and the number of tasks, from Flux and srun
 _BY_SCHEDULER = (
     ("FLUX_JOB_NNODES", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""The number of nodes, what only a task has, and the number of tasks, from Flux and srun."""
 
 # set by schedulers. Flux comes last: it may run in a job of the others.
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID")

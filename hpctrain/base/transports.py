@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 _SHARED_MEMORY = {"UCX_TLS": "self,sm", "FI_PROVIDER": "shm", "OMPI_MCA_btl": "^tcp"}
+# other variables with which a user chooses the transport
 _CHOSEN_BY = {
     "UCX_TLS": ("UCX_NET_DEVICES",),
     "FI_PROVIDER": ("MPIR_CVAR_OFI_USE_PROVIDER", "I_MPI_OFI_PROVIDER"),
     "OMPI_MCA_btl": (),
 }
-"""Other variables with which a user chooses the transport."""
 ADDED = "HPCTRAIN_TRANSPORTS"
 """The names of the variables that the starter added, in its ranks' environment: each removes them after MPI_Init."""
 

@@ -20,8 +20,9 @@ from hpctrain.job.raw import value_at
 from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.toml import written
 
+# keys that must match for a directory's checkpoints to belong to this job
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
-"""Keys that must match for a directory's checkpoints to belong to this job."""
+# exceptions: these may differ
 _FREE = (
     "model.weights",
     "model.weights_strict",
@@ -30,9 +31,8 @@ _FREE = (
     "dataset.start_method",
     "dataset.cache",
 )
-"""Exceptions: these may differ."""
+# keys that must match to resume from another run's checkpoint. The data is compared by its fingerprint.
 _TRAINED = ("job.seed", "model")
-"""Keys that must match to resume from another run's checkpoint. The data is compared by its fingerprint."""
 
 
 def resolved_tables(checked: CheckedJob) -> dict[str, Any]:

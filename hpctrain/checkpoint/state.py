@@ -20,8 +20,8 @@ OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 """The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
 
+# the number of parts in which the state of one of torch's optimizers is made
 _PARTS = 16
-"""The number of parts in which the state of one of torch's optimizers is made."""
 
 
 def model_pieces(

@@ -16,12 +16,12 @@ from hpctrain.base.errors import CheckpointError, shown
 from hpctrain.checkpoint.sources import WeightsSource, check_name, fill_pieces, slices_of
 from hpctrain.contracts.checkpoint import StoredTensor
 
+# how many times a file's size its tensors may add up to: the names of a tied parameter share its values
 _MOST_SHARED = 4
-"""How many times a file's size its tensors may add up to: the names of a tied parameter share its values."""
+# names under which training programs save a model's parameters
 _STATE_DICTS = frozenset(("state_dict", "model_state_dict", "model", "module", "net", "network", "weights"))
-"""Names under which training programs save a model's parameters."""
+# how many dicts deep a state dict is looked for
 _DEEPEST = 3
-"""How many dicts deep a state dict is looked for."""
 
 
 def open_torch(path: Path) -> WeightsSource:

@@ -7,8 +7,8 @@ import click
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.plugins.entry_points import OfferedCommand, offers
 
+# characters of a command's description in the help, which wraps them: no description is cut
 _LONGEST_LINE = 1000
-"""Characters of a command's description in the help, which wraps them: no description is cut."""
 
 
 class OpenGroup(click.Group):

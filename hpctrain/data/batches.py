@@ -18,8 +18,8 @@ from hpctrain.data.items import refuse_fewer_rows, refuse_other_item, refuse_reu
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
 
+# the most samples that a sentence names
 _SHOWN = 32
-"""The most samples that a sentence names."""
 Drawn = tuple[int, "int | None"]
 """The index of a sample, and its position in the order; None in an evaluation. What the sample draws follows from both."""
 

@@ -23,8 +23,8 @@ from hpctrain.data.order import Indices, SampleOrder, WeightedOrder, mixed
 
 _BLOCK = 4096
 _RUN = 32
+# shares are multiples of 2^-32
 _BITS = 32
-"""Shares are multiples of 2^-32."""
 _HALF = 1 << (_BITS - 1)
 
 
@@ -41,8 +41,8 @@ class MixtureOrder:
         self._orders = [_order(part, seed, f"{fingerprint} part {number}") for number, part in enumerate(parts)]
         self._offsets = np.cumsum([0, *(part.count for part in parts)])
         self._latest: tuple[tuple[int, int], Indices] | None = None
+        # the samples of each part that are drawn before each phase
         self._drawn = [np.zeros(len(parts), np.int64)]
-        """The samples of each part that are drawn before each phase."""
         for phase, (begin, end) in enumerate(pairwise(self._begins)):
             block, rest = divmod(end - begin, _BLOCK)
             owners = self._owners(phase, block)[:rest]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hpctrain.ranks.json_collectives import Outcome, attempt, gather_values, lowest_error, raised, sum_of
 
+# seconds between two questions whether the work is done
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
-"""Seconds between two questions whether the work is done."""
 
 
 class NodeWork:

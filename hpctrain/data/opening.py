@@ -32,8 +32,8 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code.reference import is_reference
 
+# the most epochs that one token batch may span; its samples are looked up all at once
 _EPOCHS = 100
-"""The most epochs that one token batch may span; its samples are looked up all at once."""
 
 
 @dataclass(frozen=True)

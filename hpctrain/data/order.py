@@ -14,8 +14,8 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.dataset import Weights
 
 _ROUNDS = 6
+# positions that take as long as a single one
 _AHEAD = 1024
-"""Positions that take as long as a single one."""
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 

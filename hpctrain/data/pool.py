@@ -33,8 +33,8 @@ T = TypeVar("T")
 StartMethod = Literal["spawn", "forkserver", "fork"]
 
 
+# imports torch, and what a worker needs of hpctrain
 _PRELOADED = "hpctrain.data.pool"
-"""Imports torch, and what a worker needs of hpctrain."""
 
 
 class _PassSampler:

@@ -18,8 +18,8 @@ from hpctrain.contracts.dataset import Lengths
 from hpctrain.data.order import Indices, Order
 from hpctrain.data.plan import Planned
 
+# the least number of positions to look up at once; more if a batch has more samples
 _AHEAD = 256
-"""The least number of positions to look up at once; more if a batch has more samples."""
 
 
 def global_batches(

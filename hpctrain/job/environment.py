@@ -23,19 +23,20 @@ PREFIXES = (
 )  # fmt: skip
 READ_BY_MPIEXEC = ("OMPI_MCA_", "PRTE_MCA_")
 """Prefixes of variables that an mpiexec reads before there is a rank."""
+# parts of names whose values are programs, libraries, directories of these, or more variables
 _CODE = re.compile(
     r"PATH$|PLUGIN|LIBRAR|(^|_)LIB(_|$)|AGENT|PREFIX|EXEC|COMMAND|_DIR$|_HOME$|(CONFIG|CONF|PARAM)_FILE|ENV_LIST",
     re.IGNORECASE,
 )
-"""Parts of names whose values are programs, libraries, directories of these, or more variables."""
 SECRET = re.compile(r"SECRET|TOKEN(?!IZER)|PASSW|CREDENTIAL|(?<!_[A-Z])KEYS?(_|$)", re.IGNORECASE)
 """Parts of names whose values are secrets; a PKEY and an RKEY are InfiniBand's."""
+# the Python module whose import makes libraries read variables
 _READERS = {
     "torch": ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "TORCH_", "PYTORCH_"),
     "mpi4py.MPI": ("OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_"),
 }
-"""The Python module whose import makes libraries read variables."""
 
+# the variables by which compilers find their caches, and the folders that hpctrain gives them
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -43,11 +44,10 @@ _CACHES = {
     "MIOPEN_USER_DB_PATH": "miopen",
     "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
 }
-"""The variables by which compilers find their caches, and the folders that hpctrain gives them."""
 
 _exported: dict[str, str] = {}
+# this process's own variables, beside `os.environ`: those that `export` has set, and those whose readers had started before
 _late: set[str] = set()
-"""This process's own variables, beside `os.environ`: those that `export` has set, and those whose readers had started before."""
 
 
 def name_problem(name: str) -> str | None:

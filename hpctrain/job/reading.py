@@ -22,8 +22,8 @@ from hpctrain.job.toml import LimitError, key_lines, parse
 
 __all__ = ["read_job"]
 
+# the begin of the name of a file that comes with hpctrain
 _PRESET = "preset:"
-"""The begin of the name of a file that comes with hpctrain."""
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:

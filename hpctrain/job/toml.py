@@ -73,8 +73,8 @@ def _walk(tables: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
             waiting += [((*key, name), inner) for name, inner in items]
 
 
+# ends of multi-line statements
 _ENDS = ("]", "}", '"""', "'''")
-"""Ends of multi-line statements."""
 
 
 def key_lines(text: str) -> Iterator[tuple[Key, int]]:

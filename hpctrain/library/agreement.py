@@ -11,10 +11,10 @@ from hpctrain.base.errors import TrainingError
 from hpctrain.training.metrics import Figure, gather_row
 
 BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4
+# numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other
 _WIDTH = 64
-"""Numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other."""
+# the first of them are the same on all ranks: action, step, detail
 _SAME = 3
-"""The first of them are the same on all ranks: action, step, detail."""
 _CPU = torch.device("cpu")
 
 

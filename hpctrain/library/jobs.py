@@ -21,8 +21,8 @@ from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of, no_los
 from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.plugins.user_code.python_objects import referenced
 
+# tables in which models may differ
 _OF_A_MODEL = "sharding", "precision", "schedule", "compile", "compression", "activation_checkpointing"
-"""Tables in which models may differ."""
 FIRST = "model"
 """The name of a model that the program gives none."""
 

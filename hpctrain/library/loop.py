@@ -84,12 +84,12 @@ class Loop:
         self._start = start
         self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
+        # the parameters that were set up, as long as they live, and their models
         self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
-        """The parameters that were set up, as long as they live, and their models."""
+        # all that were set up, by their names
         self._models: dict[str, LaidOut] = {}
-        """All that were set up, by their names."""
+        # the step whose parameters the program has opened last, and how often before in it
         self._opened = (0, 0)
-        """The step whose parameters the program has opened last, and how often before in it."""
         self._kept: dict[str, Any] = {}
         self._steps: OwnSteps | None = None
 

@@ -76,11 +76,11 @@ class OwnSteps(Steps):
         self.stopped = self.is_interrupted = self.saves = False
         """saves: whether the program on this rank has asked for a checkpoint of this step."""
         self._logged: dict[str, list[Figure]] = {}
+        # whether the program is in a step
         self._goes_on = False
-        """Whether the program is in a step."""
         nothing = StepFigures(0, math.nan, math.nan, [], False)
+        # the newest update of the first model, which need not be of this step
         self._newest = Update(first.model, nothing, math.nan, True, None)
-        """The newest update of the first model, which need not be of this step."""
 
     def _restore_rates(self) -> None:
         for one in self._trained.values():

@@ -23,8 +23,8 @@ from hpctrain.training.metrics import Figure
 from hpctrain.training.step import Steps, Update
 from hpctrain.training.trained_model import TrainedModel, clip
 
+# numbers of as many bits are exact in float64
 _BITS = 48
-"""Numbers of as many bits are exact in float64."""
 
 
 class _Used:
@@ -53,27 +53,27 @@ class Trained:
         """The loop's, once they have begun."""
         self.begin_step()
         parameters = dict(model.module.named_parameters())
+        # the trained parameters
         self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
-        """The trained parameters."""
         self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
         self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
+        # uses since `zero_grad`
         self._used = _Used()
-        """Uses since `zero_grad`."""
+        # parameters that no rank has used since then, as far as the ranks have told each other
         self._idle: set[str] = set()
-        """Parameters that no rank has used since then, as far as the ranks have told each other."""
+        # parameters that a strategy has gathered for the backward that follows, as the forward has left them
         self._versions: list[tuple[str, nn.Parameter, int]] = []
-        """Parameters that a strategy has gathered for the backward that follows, as the forward has left them."""
         model.sharded.watch(self._used)
+        # the sum of the losses whose backwards have reached it since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
-        """The sum of the losses whose backwards have reached it since `zero_grad`, each over the number of micro batches."""
         self._open = self._reached = self._pending = self._summed = False
+        # whether there are summed gradients that no update has used
         self._unused = False
-        """Whether there are summed gradients that no update has used."""
         self._last, self._differentiates = True, False
         self.backward_runs = False
         """Whether the loop's own backward goes on."""
+        # gradients of earlier backwards, which a forward has put aside
         self._kept: list[Tensor] = []
-        """Gradients of earlier backwards, which a forward has put aside."""
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
 
@@ -83,8 +83,8 @@ class Trained:
         """The step's update so far."""
         self.is_finite = True
         """Whether its gradients were finite so far."""
+        # figures of gradients that the program has had clipped
         self._clipped: StepFigures | None = None
-        """Figures of gradients that the program has had clipped."""
 
     def forwarding(self, step: int, last: bool) -> None:
         """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward.

@@ -12,10 +12,10 @@ from hpctrain.base.devices import forked_random_state
 from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
 from hpctrain.plugins.user_code.model import UserModel
 
+# elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations
 _MANY = 2**24
-"""Elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations."""
+# relative; in 16 bits, numbers are within a hundredth
 _OF_A_SUM = 0.05
-"""Relative; in 16 bits, numbers are within a hundredth."""
 
 
 def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) -> str:

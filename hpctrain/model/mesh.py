@@ -24,8 +24,8 @@ from hpctrain.mpi.errors import name_ranks
 if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
 
+# the place of the outermost data axis; the others follow it
 _DATA_ORDER = 20
-"""The place of the outermost data axis; the others follow it."""
 
 
 @dataclass(frozen=True)

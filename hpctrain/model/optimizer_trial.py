@@ -15,8 +15,8 @@ from hpctrain.contracts.plugin import broken
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _LR = 0.01
+# relative to the largest change; rounding errors are below a thousandth of it
 _TOLERANCE = 1e-3
-"""Relative to the largest change; rounding errors are below a thousandth of it."""
 
 
 def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:

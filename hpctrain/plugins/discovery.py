@@ -111,8 +111,8 @@ def register(manager: pluggy.PluginManager, part: object, name: str) -> str | No
     return why
 
 
+# the directories that have been current ones: a program may change to another
 _left: set[str] = set()
-"""The directories that have been current ones: a program may change to another."""
 
 
 def import_from_here(module: str) -> ModuleType:

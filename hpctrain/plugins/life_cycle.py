@@ -37,8 +37,8 @@ class LifeCycle:
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
+        # steps of this run so far; parts of the run that join later, and when
         self._steps, self._later = 0, list[tuple[int, object]]()
-        """Steps of this run so far; parts of the run that join later, and when."""
         chosen = [(f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
         chosen += [] if profiler is None else [("[profile]", "profile", profiler)]
         self._chosen = [hook for _, _, hook in chosen]

@@ -34,8 +34,8 @@ class Labelled(io.TextIOBase):
 
     def __init__(self, inner: TextIO, label: str) -> None:
         self.inner, self.label = inner, label
+        # the text that is not passed on yet, and whether a part of its line is
         self._held, self._begun = "", False
-        """The text that is not passed on yet, and whether a part of its line is."""
         self._last_part = -_SECONDS_BETWEEN_PARTS
         self._lock = threading.RLock()
 

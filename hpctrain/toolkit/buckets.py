@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.api import BucketSum, GradientBucket, Piece, Span, foreach_copy_, move_local, pieces_of, shared_zeros
 
+# bytes: a rank's slice of a bucket begins at a multiple of it
 _ALIGNMENT = 64
-"""Bytes: a rank's slice of a bucket begins at a multiple of it."""
+# bytes of gradients that go into a bucket together
 _TOGETHER = 4_000_000
-"""Bytes of gradients that go into a bucket together."""
 
 
 @dataclass

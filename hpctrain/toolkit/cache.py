@@ -25,10 +25,10 @@ Write = Callable[[memoryview], None]
 _FOOT = struct.Struct("<Q16s8s")
 _MARK = b"hpckept2"
 _CHUNK = 2**20
+# names as `temporary_name` makes them; the directory may have other hidden files
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
-"""Names as `temporary_name` makes them; the directory may have other hidden files."""
+# the age at which an unfinished file counts as left behind by a job that was killed
 _ABANDONED_SECONDS = 86400.0
-"""The age at which an unfinished file counts as left behind by a job that was killed."""
 
 
 def kept(directory: Path, name: str, make: Callable[[Write], Any]) -> tuple[Path, Any]:

@@ -13,8 +13,8 @@ from pydantic import AfterValidator
 
 from hpctrain.api import EnvironmentUnfitError, UsageError
 
+# how long a scheduler's command may take; a controller under load answers within a few seconds
 _SECONDS = 60.0
-"""How long a scheduler's command may take; a controller under load answers within a few seconds."""
 
 
 def _one_line(text: str) -> str:

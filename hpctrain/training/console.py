@@ -18,16 +18,16 @@ from hpctrain.training.words import duration, slowest_rank
 
 LOG = logging.getLogger("hpctrain")
 
+# the interval of progress lines if the output is not a terminal, and in the log
 _SECONDS_BETWEEN_LINES = 5.0
-"""The interval of progress lines if the output is not a terminal, and in the log."""
+# the interval of the bar's updates on a terminal
 _SECONDS_BETWEEN_DRAWS = 0.2
-"""The interval of the bar's updates on a terminal."""
+# the weight of a step in the mean step time
 _WEIGHT = 0.1
-"""The weight of a step in the mean step time."""
+# the first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch
 _KEPT = 3
-"""The first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch."""
+# columns; parts of the line are left out until there are as many
 _NARROWEST_BAR = 8
-"""Columns; parts of the line are left out until there are as many."""
 # of a terminal, by the first word of a part of the line, or what it is
 _COLOURS = {"loss": "36", "best": "35", "skipped": "1;33", "step": "1", "done": "32", "left": "2", "elapsed": "2"}
 
@@ -45,8 +45,8 @@ class Console:
         self._speaks, self._live = identity.rank == 0, channel.terminal
         self._begin = time.monotonic() if begin is None else begin
         self._best = best or BestSoFar()
+        # the bar as the terminal shows it; "" if there is none
         self._bar = ""
-        """The bar as the terminal shows it; "" if there is none."""
         self._last_line = self._last_draw = -_SECONDS_BETWEEN_LINES
         self._step_seconds, self._steps = 0.0, 0
 

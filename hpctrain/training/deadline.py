@@ -13,16 +13,16 @@ from datetime import datetime
 
 from hpctrain.contracts.identity import Identity
 
+# how many times what the newest steps and all saves took at most is left for the last ones
 _RESERVE = 1.5
-"""How many times what the newest steps and all saves took at most is left for the last ones."""
+# the newest steps: a first one that was compiled says nothing about the last one
 _STEPS = 10
-"""The newest steps: a first one that was compiled says nothing about the last one."""
+# seconds left for the first save, but at most this share of all time
 _UNKNOWN_SAVE, _SHARE = 60.0, 0.1
-"""Seconds left for the first save, but at most this share of all time."""
+# seconds for squeue; a busy controller may take longer, and signals come nevertheless
 _ANSWERING = 10.0
-"""Seconds for squeue; a busy controller may take longer, and signals come nevertheless."""
+# seconds left for all else, and the most of them as a share of all time
 _SLACK, _SLACK_SHARE = 5.0, 0.05
-"""Seconds left for all else, and the most of them as a share of all time."""
 
 
 class Deadline:

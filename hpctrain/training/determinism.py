@@ -12,12 +12,12 @@ from hpctrain.base.devices import deterministic_cudnn
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.job.environment import set_where_unset
 
+# values of variables with which cuBLAS and NCCL sum in one order, the first being set where there is none. cuBLAS: its
+# documentation, "Results reproducibility". NCCL: the tree's order, and that of sums in a switch, may change from run to run.
 _ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain", "^NVLS", "^NVLS,NVLSTree"),
 }
-"""Values of variables with which cuBLAS and NCCL sum in one order, the first being set where there is none. cuBLAS: its
-documentation, "Results reproducibility". NCCL: the tree's order, and that of sums in a switch, may change from run to run."""
 
 
 @contextmanager

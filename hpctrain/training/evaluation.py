@@ -25,8 +25,8 @@ from hpctrain.training.metrics import Figure, gather_row
 from hpctrain.training.trained_model import TrainedModel
 
 _TAKEN = ("exit_code", "tokens", "samples")
+# seconds between two questions to the ranks whether an evaluation goes on
 _ASKED_EVERY = 1.0
-"""Seconds between two questions to the ranks whether an evaluation goes on."""
 
 
 Ask = Callable[[float], int]

@@ -29,8 +29,8 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
 from hpctrain.training.stream_places import StreamPlaces
 
+# the most ranks that a message about different data names
 _SHOWN = 4
-"""The most ranks that a message about different data names."""
 
 
 class Feed:

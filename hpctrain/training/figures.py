@@ -23,8 +23,8 @@ _LEFT_OUT: Any = 0.0
 _NONE: Any = ()
 _UNMEASURED = MeterFigures()
 
+# the relative difference between ranks' norms of one gradient; they are sums of the same numbers
 _ALIKE = 1e-3
-"""The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
 
 
 @dataclass(frozen=True)

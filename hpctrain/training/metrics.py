@@ -177,10 +177,10 @@ class OwnRow(TypedDict, total=False):
     """The bandwidth that rank 0's operations on an axis achieved: bytes of their input to their running time."""
 
 
+# keys that some rows have
 _SOMETIMES = {*OwnRow.__annotations__, *MeasuredRow.__annotations__} - {"memory"} | {
     "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks"
 }  # fmt: skip
-"""Keys that some rows have."""
 
 
 @dataclass(frozen=True)

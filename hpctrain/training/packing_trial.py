@@ -26,14 +26,14 @@ from hpctrain.training.session import Session
 LOG = logging.getLogger("hpctrain")
 
 _LOOKED_AT = 64
+# tokens of a sample that shows something
 _LONG = 32
-"""Tokens of a sample that shows something."""
 _ALIKE, _CLOSE = 1e-5, 2e-3
+# the most that two losses may differ by, of rows of one shape and of two, which kernels round in different ways: relative, or
+# for each label where that is more. Experts get other tokens, too.
 _ALIKE_IN_16_BITS, _CLOSE_IN_16_BITS = 2e-3, 2e-2
-"""The most that two losses may differ by, of rows of one shape and of two, which kernels round in different ways: relative, or
-for each label where that is more. Experts get other tokens, too."""
+# scales of 8 bits belong to a whole row
 _IN_8_BITS = 2e-2
-"""Scales of 8 bits belong to a whole row."""
 
 
 def try_packing(session: Session) -> None:

@@ -63,8 +63,8 @@ class BestSoFar:
     metric: str = "loss"
     higher: bool = False
     """Whether a higher value is better."""
+    # the value and its step
     _found: tuple[float, int] | None = field(default=None, init=False)
-    """The value and its step."""
 
     @classmethod
     def by(cls, keep: KeepBestTable | None) -> BestSoFar:

@@ -31,8 +31,8 @@ from hpctrain.training.starts import note_lost
 
 LOG = logging.getLogger("hpctrain")
 
+# the longest line of metrics.jsonl, in bytes
 _LONGEST_ROW = 2**20
-"""The longest line of metrics.jsonl, in bytes."""
 
 
 class Report:
@@ -50,8 +50,8 @@ class Report:
         self._best = BestSoFar.by(keep)
         self._console = Console(identity, channel, self._best, begin)
         self._metrics: MetricsFile | None = None
+        # the loggers that are open, with their names
         self._writers: list[tuple[str, LogWriter]] = []
-        """The loggers that are open, with their names."""
         self._goodput = Goodput(0.0)
 
     def open(self, output_dir: Path, loggers: Sequence[Logger], step: int, under_way: bool = False) -> None:

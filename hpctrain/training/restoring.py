@@ -24,8 +24,8 @@ from hpctrain.training.model_state import ModelValues, numbers_to_save, pieces_t
 from hpctrain.training.saving import plugin_states
 from hpctrain.training.session import Session
 
+# the values that a resume needs
 _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
-"""The values that a resume needs."""
 
 
 class _ReaderPlace(BaseModel):

@@ -45,10 +45,10 @@ from hpctrain.training.starts import note_start
 
 LOG = logging.getLogger("hpctrain")
 
+# the watchdog's limit as a share of the communicator's: it can say more than a communication that fails
 _EARLIER = 0.9
-"""The watchdog's limit as a share of the communicator's: it can say more than a communication that fails."""
+# seconds for which communications wait by default where kernels are compiled: for the slowest rank's first step
 _COMPILATION = 3600.0
-"""Seconds for which communications wait by default where kernels are compiled: for the slowest rank's first step."""
 
 
 @dataclass

@@ -85,8 +85,8 @@ class TrainedModel:
             refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
+        # the step of the newest update, and the number of updates of this step before it
         self._drawn = -1, 0
-        """The step of the newest update, and the number of updates of this step before it."""
         axes_of_pieces = {piece.axes for piece in self.pieces}
         self._may_draw = not sum_of(len(axes_of_pieces) > 1)
         self._part = [meshes.axis(axis).get_local_rank() for axis in sorted(set().union(*axes_of_pieces))]

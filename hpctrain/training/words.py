@@ -7,8 +7,8 @@ from typing import Any
 
 from hpctrain.base.errors import escaped
 
+# seconds
 _LONGEST = 1e9
-"""Seconds."""
 
 
 def duration(seconds: float) -> str:

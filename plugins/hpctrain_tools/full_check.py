@@ -31,10 +31,10 @@ from hpctrain.model.parameters import tied_parameters, trained_names
 from hpctrain.plugins.registry import Registry
 from hpctrain_tools.checkpoint.writing import alone
 
+# the share of lr that a schedule is expected to reach
 _FULL = 0.9
-"""The share of lr that a schedule is expected to reach."""
+# the side of the square parameter with which an optimizer's state is measured
 _SIDE = 64
-"""The side of the square parameter with which an optimizer's state is measured."""
 
 
 def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:

@@ -22,9 +22,9 @@ from hpctrain.base.safe_files import is_closed, own_directory, read_all, reading
 from hpctrain.base.store.messages import SECRET_BYTES
 
 _MUNGE_SECONDS = 10
+# unmunge's status for a credential opened before, for instance by another rank of the node. Replays are harmless: in the
+# handshake that follows, the server proves that it knows the secret now.
 _REPLAYED = 17
-"""unmunge's status for a credential opened before, for instance by another rank of the node. Replays are harmless: in the
-handshake that follows, the server proves that it knows the secret now."""
 _FILE_BYTES = 2 * SECRET_BYTES
 
 

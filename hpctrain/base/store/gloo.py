@@ -32,8 +32,8 @@ LOG = logging.getLogger("hpctrain")
 
 _ATTEMPTS = 5
 _CONNECT = timedelta(seconds=60)  # the limit for connecting and authenticating; all members are present by then
+# how long a member that could not connect waits for the others' outcome. They may wait for it in gloo, one after the other.
 _OTHERS = timedelta(seconds=70)
-"""How long a member that could not connect waits for the others' outcome. They may wait for it in gloo, one after the other."""
 _EXPECTED = (
     "expected a network between all ranks, without other programs that connect to them (GLOO_SOCKET_IFNAME selects its "
     "interface)"

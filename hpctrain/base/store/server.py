@@ -34,14 +34,14 @@ from hpctrain.base.store.messages import (
 __all__ = ["StoreServer"]
 
 _HANDSHAKE_SECONDS = 30.0  # long, because rank 0 may compute meanwhile and hold the interpreter lock
+# connections in their handshake at a time, besides one for each rank. A newer connection replaces the oldest; a rank that
+# loses its connection tries again.
 _UNPROVEN = 256
-"""Connections in their handshake at a time, besides one for each rank. A newer connection replaces the oldest; a rank that
-loses its connection tries again."""
 _ACCEPTED_AT_ONCE = 64  # connections that asyncio accepts before it serves any of them
 _WAITING = 1024  # connections that the system queues for the server
 _ANSWER_SECONDS = 30.0  # time limit of calls into the server's own thread, in seconds
+# seconds before a task is cancelled again: up to Python 3.11, wait_for ignores a cancellation once its awaitable is done
 _CANCEL_SECONDS = 0.1
-"""Seconds before a task is cancelled again: up to Python 3.11, wait_for ignores a cancellation once its awaitable is done."""
 _SPARE_FILES = 256  # files that this process opens for other purposes
 
 LOG = logging.getLogger("hpctrain")

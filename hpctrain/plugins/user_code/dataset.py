@@ -22,8 +22,8 @@ from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
 
+# arguments of a DataLoader that have no effect here, with their defaults; the screen names those that were given
 _UNUSED = {"drop_last": False, "pin_memory": False, "generator": None, "timeout": 0, "persistent_workers": False}
-"""Arguments of a DataLoader that have no effect here, with their defaults; the screen names those that were given."""
 
 
 class UserDataset(Dataset):

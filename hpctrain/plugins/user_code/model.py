@@ -40,8 +40,8 @@ class UserModel(PipelineModel):
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._factory, self._loss = factory, loss
+        # the structure of each built module, before any axis has cut it
         self._structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
-        """The structure of each built module, before any axis has cut it."""
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> UserModel:

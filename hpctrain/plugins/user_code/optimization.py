@@ -70,8 +70,8 @@ class UserSchedule(Schedule):
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._function, self._of_torch = function, of_torch
+        # factors of a scheduler of torch, as far as they have been asked for: it knows the next one only
         self._factors: list[float] = []
-        """Factors of a scheduler of torch, as far as they have been asked for: it knows the next one only."""
         self._schedulers: list[Any] = []
 
     @classmethod

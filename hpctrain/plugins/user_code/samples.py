@@ -22,10 +22,10 @@ from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream
 from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
 
+# about how many samples go into the fingerprint of a dataset without its own fingerprint()
 _PROBED_SAMPLES = 16
-"""About how many samples go into the fingerprint of a dataset without its own fingerprint()."""
+# items in the fingerprint of a stream without its own fingerprint()
 _PROBED_ITEMS = 4
-"""Items in the fingerprint of a stream without its own fingerprint()."""
 _END = object()
 
 
@@ -203,8 +203,8 @@ class UserStream(_UserSource, Stream):
     def __init__(self, reference: str, source: Iterable[Any], collation: UserCollation | None) -> None:
         super().__init__(reference, source, collation)
         self._epoch = 0
+        # whether the newest iteration was left early. Then an object with a state would go on there: it gets the first one.
         self._is_left = False
-        """Whether the newest iteration was left early. Then an object with a state would go on there: it gets the first one."""
         self._fresh = copy.deepcopy(self.state())
 
     def _renew(self) -> None:

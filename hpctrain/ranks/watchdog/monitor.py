@@ -31,12 +31,12 @@ LOG = logging.getLogger("hpctrain")
 
 _LOOK = 2.0  # seconds between two looks for alarms and questions, if heartbeats come less often
 _ANSWERING = 3.0  # seconds for the ranks to answer: those that run do so at once
+# the words of torch's, gloo's and hpctrain's own errors about other ranks that take too long or are gone
 _FAILED = re.compile(
     r"time[d ]*out|(did|has) not finish|waited .* in the store|connection (closed|reset|refused)|broken pipe|failed in MPI"
     "|remote error",
     re.IGNORECASE,
 )
-"""The words of torch's, gloo's and hpctrain's own errors about other ranks that take too long or are gone."""
 
 
 @contextmanager

@@ -46,8 +46,8 @@ _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 # names of the tensors in torch's collectives
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
 
+# calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
-"""Calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish."""
 
 UNNAMED = "an operation with other ranks"
 """An operation of which the stack does not tell the name."""

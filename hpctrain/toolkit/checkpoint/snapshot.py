@@ -12,8 +12,8 @@ from torch import Tensor
 from hpctrain.api import Piece, State, copy_to_host, is_accelerator
 from hpctrain.toolkit.checkpoint import values
 
+# bytes: torch takes pinned memory in powers of two, so a tensor that asked for its own could take twice its size
 _CHUNK = 2**30
-"""Bytes: torch takes pinned memory in powers of two, so a tensor that asked for its own could take twice its size."""
 _ALIGNMENT = 64
 
 

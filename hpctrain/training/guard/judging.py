@@ -80,8 +80,8 @@ class Guard:
     def __init__(self, table: GuardTable) -> None:
         self._table = table
         window = table.loss_spike.window if table.loss_spike else 0
+        # losses of the newest steps that updated the model
         self._losses: deque[float] = deque(maxlen=window)
-        """Losses of the newest steps that updated the model."""
         self._in_row = 0
         self.skipped = 0
         """Steps of this run that a guard left out."""

@@ -19,8 +19,8 @@ from hpctrain.training.metrics import Figure
 
 _EVERY, _FIRST = 50, (2, 10)  # steps between two glances, and those of the first two
 _SLICE = 8  # elements of each parameter that a glance takes
+# integers by the bytes of an element; wider ones are words of 32 bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""Integers by the bytes of an element; wider ones are words of 32 bits."""
 
 
 class Replicas:
@@ -36,15 +36,15 @@ class Replicas:
         self._of = "" if name is None else f"{name}."
         self._equal_at: int | None = None
         spread = [axis for axis in meshes.model.mesh_dim_names or () if axis not in meshes.data_axes]
+        # this rank's place among the ranks that hold other parts of the model
         self._place = [meshes.axis(axis).get_local_rank() for axis in spread]
-        """This rank's place among the ranks that hold other parts of the model."""
         cut = sorted({axis for piece in self._pieces() for axis in piece.axes})
         ranks: dict[str, list[int]] = {}
         here = [*self._place, *(meshes.axis(axis).get_local_rank() for axis in cut)]
         for rank, place in enumerate(gather_values(here)):
             ranks.setdefault(str(place), []).append(rank)
+        # the ranks that hold the same
         self._alike = [group for group in ranks.values() if len(group) > 1]
-        """The ranks that hold the same."""
 
     def glance(self, step: int) -> Figure:
         """A number made of a few elements of each parameter after `step` steps, equal on ranks that hold the same; 0.0 in most

@@ -12,6 +12,7 @@ from hpctrain.base.devices import is_accelerator, mark, seconds_between
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
 """The parts, which add up to the time."""
+# the part that each phase of the position counts to; all others to "other"
 _PART_OF = {
     "data": "data",
     "counting": "communication",
@@ -23,9 +24,8 @@ _PART_OF = {
     "save": "checkpoint",
     "evaluation": "evaluation",
 }
-"""The part that each phase of the position counts to; all others to "other"."""
+# parts whose waits for other ranks count as communication
 _MIXED = ("forward", "backward", "optimizer", "other")
-"""Parts whose waits for other ranks count as communication."""
 
 
 class Clock:

@@ -16,8 +16,8 @@ from typing import Any
 from hpctrain.base.safe_files import reading
 from hpctrain.job.run_files import STARTS
 
+# the parts of a step's time that train
 _STEPPING = ("forward", "backward", "communication", "optimizer", "other")
-"""The parts of a step's time that train."""
 _LONGEST_LINE = 2**20
 
 

@@ -25,15 +25,15 @@ from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
 from hpctrain.training.meters.stragglers import Stragglers
 from hpctrain.training.metrics import MeasuredRow, OwnRow
 
+# seconds after which the resident memory is looked up again
 _PACE = 0.5
-"""Seconds after which the resident memory is looked up again."""
+# time between two questions, each of which takes milliseconds
 _ASKED_EVERY = 1.0
-"""Time between two questions, each of which takes milliseconds."""
+# the names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them
 _WORLD, _OTHER = "world", "other"
-"""The names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them."""
+# the operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
+# parameters (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)
 _TRAINING = 3
-"""The operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
-parameters (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
 
 
 @dataclass(frozen=True)

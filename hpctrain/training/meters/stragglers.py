@@ -11,21 +11,21 @@ from typing import Any
 from hpctrain.training.meters.clock import PARTS
 
 _SAVE = "save"
+# the parts of a rank's time that can be longer than the others', by what is slow then
 _CAUSES: Mapping[str, Sequence[str]] = {
     "data": ("data",),
     "compute": ("forward", "backward", "optimizer"),
     _SAVE: ("checkpoint",),
     "host": ("other",),
 }
-"""The parts of a rank's time that can be longer than the others', by what is slow then."""
+# steps and their seconds that are looked at, at least: on a busy machine any rank is slow for a moment
 _STEPS, _SPAN = 5, 5.0
-"""Steps and their seconds that are looked at, at least: on a busy machine any rank is slow for a moment."""
+# the share of these steps in which the same rank has to be slow
 _LEAST = 0.8
-"""The share of these steps in which the same rank has to be slow."""
+# the excess from which on a rank is slow: of the step, in seconds, and in seconds of a save, which is judged by itself
 _SHARE, _SECONDS, _OF_SAVE = 0.1, 0.01, 0.2
-"""The excess from which on a rank is slow: of the step, in seconds, and in seconds of a save, which is judged by itself."""
+# seconds that a slow rank has cost all others when a warning tells of it
 _COSTLY = 10.0
-"""Seconds that a slow rank has cost all others when a warning tells of it."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class BlockBuffers:
 
     def __init__(self, block: nn.Module):
         self._owners = [module for module in block.modules() if buffers_of(module)]
+        # the buffers that a forward changes; None before the first forward
         self._changing: set[tuple[nn.Module, str]] | None = None
-        """The buffers that a forward changes; None before the first forward."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The `context_fn` of torch.utils.checkpoint: contexts for a forward, and for its recomputation."""

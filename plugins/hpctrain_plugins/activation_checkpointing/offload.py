@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpctrain.api import Done, SideStream, UsageError, is_accelerator, version_of
 
+# activations whose copies may be on their way while the next block computes
 _IN_FLIGHT = 1
-"""Activations whose copies may be on their way while the next block computes."""
 
 
 @dataclass(eq=False)

@@ -25,8 +25,8 @@ from hpctrain.api import (
     mpi_backend,
 )
 
+# torch's name for the accelerators of NCCL, and of RCCL, which torch calls NCCL, too
 _GPU = "cuda"
-"""torch's name for the accelerators of NCCL, and of RCCL, which torch calls NCCL, too."""
 
 
 class MPIOptions(Options):

@@ -21,12 +21,12 @@ LOG = logging.getLogger("hpctrain")
 
 CACHE = "tokens"
 """The directory of the kept files within the cache."""
+# the version of the kept files; a change of what they hold needs another number
 _FORMAT = 1
-"""The version of the kept files; a change of what they hold needs another number."""
+# text to encode at once. The library needs about 20 bytes of memory for each byte of text.
 _BATCH_BYTES = 2**23
-"""Text to encode at once. The library needs about 20 bytes of memory for each byte of text."""
+# the parts of the text from which an estimate is made
 _EXCERPTS, _EXCERPT_BYTES = 16, 2**15
-"""The parts of the text from which an estimate is made."""
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -49,8 +49,8 @@ class _Average:
         self._options = options
         self._pieces: Sequence[Piece] = ()
         self._averages: list[Tensor] = []
+        # the model's own values while the averages are in their place
         self._weights: list[Tensor] = []
-        """The model's own values while the averages are in their place."""
         self._restored = False
 
     @hookimpl

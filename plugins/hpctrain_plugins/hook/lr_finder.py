@@ -8,10 +8,10 @@ from typing import Any
 
 from hpctrain.api import Control, Field, Hook, Identity, LiveModel, Options, Plan, Problem, hookimpl
 
+# the share of the average of the losses that remains at each step
 _SMOOTHING = 0.9
-"""The share of the average of the losses that remains at each step."""
+# the test is over when the averaged loss is this many times its lowest value
 _DIVERGED = 4.0
-"""The test is over when the averaged loss is this many times its lowest value."""
 
 
 class LrFinderOptions(Options):
@@ -49,11 +49,11 @@ class LrFinder(Hook):
 class _Test:
     def __init__(self, options: LrFinderOptions) -> None:
         self._options = options
+        # lr of each group as the job has it; the test keeps their ratios
         self._rates: list[float] = []
-        """lr of each group as the job has it; the test keeps their ratios."""
         self._average = 0.0
+        # lr and the averaged loss before its update
         self._curve: list[tuple[float, float]] = []
-        """lr and the averaged loss before its update."""
         self._has_told, self._speaks = False, False
 
     @hookimpl

@@ -13,8 +13,8 @@ from hpctrain.api import LogWriter
 
 FINISH_SECONDS = 20.0
 """How long the end of a run waits for the service: Slurm kills a job half a minute after its time limit."""
+# rows to send at once
 _MOST_ROWS = 50
-"""Rows to send at once."""
 
 
 class Run(ABC):

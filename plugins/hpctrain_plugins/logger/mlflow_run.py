@@ -18,10 +18,10 @@ from hpctrain_plugins.logger.rows import flat, kept_rows, numbers, resolved_job
 from hpctrain_plugins.logger.run_id import keep_id, kept_id
 
 _FOR_DATABASES = ("sqlalchemy", "alembic")
+# the most that MLflow takes at once
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""The most that MLflow takes at once."""
+# characters of a parameter that every version of MLflow takes
 _LONGEST_VALUE = 500
-"""Characters of a parameter that every version of MLflow takes."""
 
 
 class MLflowOptions(Options):

@@ -30,8 +30,8 @@ from hpctrain_plugins.logger.series import KIND, Series, run_labels
 LOG = logging.getLogger("hpctrain")
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _PATH = "/v1/metrics"
+# the time between two exports, if OTEL_METRIC_EXPORT_INTERVAL says no other
 _SECONDS = 15.0
-"""The time between two exports, if OTEL_METRIC_EXPORT_INTERVAL says no other."""
 _UNITS = {"_seconds": "s", "_bytes": "By"}
 
 

@@ -21,8 +21,8 @@ from hpctrain_plugins.logger.addresses import address_problems
 from hpctrain_plugins.logger.periodic import Periodic
 from hpctrain_plugins.logger.series import Series, run_labels
 
+# the time between two pushes: Prometheus reads about as often
 _PUSH_SECONDS = 15.0
-"""The time between two pushes: Prometheus reads about as often."""
 
 
 class PrometheusOptions(Options):

@@ -23,10 +23,10 @@ from hpctrain_plugins.logger.series import KIND, Series
 
 LOG = logging.getLogger("hpctrain")
 _EVERYWHERE = ("0.0.0.0", "::")
+# how long a reader, or a Pushgateway, may stay silent
 _REQUEST_SECONDS = 10.0
-"""How long a reader, or a Pushgateway, may stay silent."""
+# how often the server looks whether the run has ended
 _POLL_SECONDS = 0.1
-"""How often the server looks whether the run has ended."""
 
 
 class Families(Collector):

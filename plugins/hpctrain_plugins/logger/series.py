@@ -12,8 +12,8 @@ from hpctrain_plugins.logger.rows import is_evaluation, is_number, resolved_job
 
 KIND = "kind"
 """The label of numbers that a row has in a table, such as "rank_max" of `memory_bytes`."""
+# names of the counters. A row's number of that name is one of its batch.
 _COUNTED = ("steps", "tokens", "samples")
-"""Names of the counters. A row's number of that name is one of its batch."""
 
 
 class Series:

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 from hpctrain.api import open_regular, reading, reason
 
 LOG = logging.getLogger("hpctrain")
+# bytes of the file's header, of a block, and of a chunk's header: checksum, length, kind
 _HEADER, _BLOCK, _CHUNK = 7, 2**15, 7
-"""Bytes of the file's header, of a block, and of a chunk's header: checksum, length, kind."""
+# kinds of chunks that end a record
 _WHOLE, _LAST = 1, 4
-"""Kinds of chunks that end a record."""
 
 
 def cut_off_after(directory: Path, run_id: str, number: int) -> int:

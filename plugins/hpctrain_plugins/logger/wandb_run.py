@@ -27,8 +27,8 @@ from hpctrain_plugins.logger.run_id import keep_id, kept_id
 from hpctrain_plugins.logger.wandb_files import cut_off_after
 
 LOG = logging.getLogger("hpctrain")
+# how long the server may take to answer when a run begins; rows wait in memory meanwhile. Less than `Sender.close` waits.
 _START_SECONDS = 15.0
-"""How long the server may take to answer when a run begins; rows wait in memory meanwhile. Less than `Sender.close` waits."""
 
 
 class WandbOptions(Options):

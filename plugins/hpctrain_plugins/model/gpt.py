@@ -38,8 +38,8 @@ from hpctrain.api import (
 from hpctrain_plugins.model.gpt2_export import export_gpt2
 
 _STD = 0.02
+# the label of a position that has no loss, as in torch's cross_entropy
 _IGNORED = -100
-"""The label of a position that has no loss, as in torch's cross_entropy."""
 
 
 class GPTOptions(Options):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+# the modules of a block, and their names in GPT-2
 _LAYER = {
     "attention_norm": "ln_1",
     "attention.output": "attn.c_proj",
@@ -17,7 +18,6 @@ _LAYER = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-"""The modules of a block, and their names in GPT-2."""
 
 
 def export_gpt2(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hpctrain.api import Field, Launch, Options
 from hpctrain.toolkit.scripts import Line, quoted
 
+# the option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's. The
+# driver of AMD's is also there for graphics beside NVIDIA's.
 _GPUS = '"$([ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && echo --rocm || echo --nv)"'
-"""The option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's. The
-driver of AMD's is also there for graphics beside NVIDIA's."""
 
 
 class ShellOptions(Options):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hpctrain.api import BucketSum, GradientBucket, GradientSums
 
+# the most units whose gradients may be in flight while backward goes on
 _IN_FLIGHT = 2
-"""The most units whose gradients may be in flight while backward goes on."""
 
 Pending = deque[Callable[[], None]]
 """Functions that wait for pending sums, for all units."""

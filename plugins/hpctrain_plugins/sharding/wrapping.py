@@ -14,10 +14,10 @@ from hpctrain.api import ModelSpec, UsageError
 
 LOG = logging.getLogger("hpctrain")
 
+# containers have no forward that could gather them
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers have no forward that could gather them."""
+# modules whose forward uses the parameters of a child without calling the child
 _INDIVISIBLE = nn.MultiheadAttention
-"""Modules whose forward uses the parameters of a child without calling the child."""
 
 
 def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int) -> list[nn.Module]:

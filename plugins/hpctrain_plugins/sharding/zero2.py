@@ -14,10 +14,10 @@ from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain.toolkit.partitioned import BucketSlice, Partitioned, PartitionedModel, PartitionedOptions
 from hpctrain_plugins.sharding.advice import memory_advice
 
+# the most buckets that may be in flight while the next one is filled
 _IN_FLIGHT = 2
-"""The most buckets that may be in flight while the next one is filled."""
+# buckets of one kind take turns with a buffer
 _Kind = tuple[torch.dtype, dist.ProcessGroup]
-"""Buckets of one kind take turns with a buffer."""
 
 
 class Zero2Options(PartitionedOptions):

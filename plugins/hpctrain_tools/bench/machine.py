@@ -23,12 +23,12 @@ from hpctrain_tools.plan.watch import Watch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROUNDS = 7
+# the size of a model whose step is the trainer's own time and that of its operators
 _LAYERS, _WIDTH, _STEPS = 16, 8, 60
-"""The size of a model whose step is the trainer's own time and that of its operators."""
+# times of its steps
 _SECONDS: list[float] = []
-"""Times of its steps."""
+# bytes of a collective whose latency does not count
 _LARGE = 64 * 2**20
-"""Bytes of a collective whose latency does not count."""
 
 
 def measure(device: torch.device, node: str, small: float) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from hpctrain.toolkit.commands import set_option
 from hpctrain_tools.bench import start_measuring
 from hpctrain_tools.bench.tables import SCRATCH
 
+# ranks
 _DEFAULT = 2
-"""Ranks."""
 
 
 def job_arguments(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,10 +15,10 @@ from typing import Any
 from hpctrain.base.child_python import python_module
 from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError
 
+# seconds of a measurement, which has a limit of its own
 _LIMIT = 1000.0
-"""Seconds of a measurement, which has a limit of its own."""
+# characters of a bar
 _WIDTH = 40
-"""Characters of a bar."""
 
 
 @dataclass(frozen=True)

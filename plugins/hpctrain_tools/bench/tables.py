@@ -11,8 +11,8 @@ HOOK = "bench-turns"
 SCRATCH = "HPCTRAIN_BENCH_DIRECTORY"
 """The variable that tells ranks where to make their directories; the one for temporary files without it."""
 _LEFT_OUT = ("logger", "metric", "profile", "scheduler", "checkpoint")
+# steps of a job that counts epochs: more than any measurement takes
 _MANY = 10_000
-"""Steps of a job that counts epochs: more than any measurement takes."""
 
 
 def measured_tables(tables: Mapping[str, Any], steps: int, directory: str) -> dict[str, Any]:

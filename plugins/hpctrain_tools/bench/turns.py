@@ -36,12 +36,12 @@ COMPARED = 3
 """Steps at the begin of which losses are compared. They are part of the first turn, which is not measured."""
 WARM_UP = 2
 """Steps at the begin of each turn that are not measured: the others have left their caches and threads behind."""
+# the relative difference of losses that sums in another order make, in float32 and with products in 16 bits
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2
-"""The relative difference of losses that sums in another order make, in float32 and with products in 16 bits."""
+# characters of another library's error
 _LONGEST = 300
-"""Characters of another library's error."""
+# measured steps of a turn, at most; turns, at least, where there are so many steps
 _TURN, _TURNS = 5, 3
-"""Measured steps of a turn, at most; turns, at least, where there are so many steps."""
 
 
 @dataclass

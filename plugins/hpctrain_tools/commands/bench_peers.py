@@ -10,8 +10,8 @@ import click
 from hpctrain.toolkit.commands import example, hookimpl, say
 from hpctrain_tools.bench.options import job_arguments, ranks_option, started
 
+# the exit code for other losses, as for `checkpoint diff`
 _DIFFERENT = 1
-"""The exit code for other losses, as for `checkpoint diff`."""
 
 
 @click.command("peers", epilog=example("hpctrain bench peers job.toml -n 4 --only ddp,fsdp2"))

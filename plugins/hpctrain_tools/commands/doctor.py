@@ -18,8 +18,8 @@ from hpctrain.toolkit.commands import hookimpl
 if TYPE_CHECKING:
     from hpctrain_tools.doctor.findings import FindingOfRanks
 
+# the limit of MPI_Init: shorter than a job's, as somebody waits for the answer
 _START_SECONDS = 120.0
-"""The limit of MPI_Init: shorter than a job's, as somebody waits for the answer."""
 
 
 @click.command("doctor", epilog=example("srun -N2 --ntasks-per-node=4 hpctrain doctor --directory runs"))

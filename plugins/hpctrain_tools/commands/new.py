@@ -13,8 +13,8 @@ from hpctrain.cli.options import example, say
 from hpctrain.toolkit.commands import hookimpl
 
 TEMPLATES = ("gpt", "module", "finetune")
+# the module that a template's job names; it goes beside the job
 _PROGRAMS = {"finetune": "finetune.py"}
-"""The module that a template's job names; it goes beside the job."""
 
 
 @click.command("new", epilog=example("hpctrain new job.toml", "hpctrain new --template finetune my.toml"))

@@ -18,8 +18,8 @@ from hpctrain_tools.convert.rules import (
     unneeded,
 )
 
+# A gradient's; DeepSpeed counts elements
 _BYTES = 4
-"""A gradient's; DeepSpeed counts elements."""
 _NVME = "nothing is offloaded to disks"
 _PEAK = "scheduler.params.warmup_max_lr"
 _ZERO, _CHECKPOINTING = "zero_optimization", "activation_checkpointing"

@@ -16,16 +16,16 @@ from hpctrain.base.safe_files import read_bytes
 from hpctrain.toolkit.commands import escaped
 
 _MOST_BYTES = 2**22
+# texts, and comments outside of them
 _LOOSE = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<comment>(?:(?<![^\s,{\[\]}])(?://|\#)[^\n]*)|/\*.*?\*/)""",
     re.DOTALL,
 )
-"""Texts, and comments outside of them."""
 _EXTRA = re.compile(r"""("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])""")
 _MISSING = re.compile(r"""(?<=[^\s{\[,:])[ \t]*\n(?=\s*[^\s}\],])""")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+# keys whose values stay texts
 _TEXTS = ("project", "group", "team", "job_name", "output_path")
-"""Keys whose values stay texts."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

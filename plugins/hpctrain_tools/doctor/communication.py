@@ -14,10 +14,10 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, row_of
 
 _BYTES = 4 * 2**20
+# exchanges of a small and of a large message; the fastest counts, so that a busy moment does not
 _PINGS, _ROUNDS = 20, 4
-"""Exchanges of a small and of a large message; the fastest counts, so that a busy moment does not."""
+# A link this many times slower than the fast ones of its kind is slow
 _SLOWER = 3
-"""A link this many times slower than the fast ones of its kind is slow."""
 _SLOW_NETWORK = 50e6  # bytes per second: below half of gigabit Ethernet's
 _SLOW_PING = 1e-3  # seconds; below this, a difference does not matter
 _WORK_SECONDS = 1.0

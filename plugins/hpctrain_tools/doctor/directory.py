@@ -22,8 +22,8 @@ _LOCK = "lock"
 _TOKEN = "token"
 _BYTES, _SLOW_BYTES = 16 * 2**20, 20e6
 _FREE = 5 * 2**30
+# how long a file of another node may take to appear
 _SEEN_SECONDS = 5.0
-"""How long a file of another node may take to appear."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from hpctrain_tools.doctor import communication, directory, launch, node
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
 from hpctrain_tools.doctor.variables import settings
 
+# shorter than a job's: nobody waits for data or a queue here
 _MEETING = timedelta(seconds=120)
-"""Shorter than a job's: nobody waits for data or a queue here."""
 _STAGE_SECONDS = 180.0
 _MESSAGE_SECONDS = 60.0
 

@@ -11,8 +11,8 @@ from hpctrain.mpi.errors import name_ranks
 
 State = Literal["ok", "warn", "fail"]
 STATES: tuple[State, ...] = ("ok", "warn", "fail")
+# rows of a check that are printed; JSON has all
 _MOST = 8
-"""Rows of a check that are printed; JSON has all."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from hpctrain.job.environment import PREFIXES, SECRET
 
+# variables by which Open MPI's mpiexec tells its ranks something; no settings
 _OF_THE_LAUNCHER = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
-"""Variables by which Open MPI's mpiexec tells its ranks something; no settings."""
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:

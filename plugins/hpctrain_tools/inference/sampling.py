@@ -26,8 +26,8 @@ from hpctrain.ranks.json_collectives import gather_values, world_group
 from hpctrain.ranks.meeting import World
 from hpctrain.training.trained_model import TrainedModel
 
+# share of the logits' range by which they may differ: the rounding of 16 bits
 _ROUNDING = 0.005
-"""Share of the logits' range by which they may differ: the rounding of 16 bits."""
 
 
 @dataclass(frozen=True)

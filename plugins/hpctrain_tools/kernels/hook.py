@@ -23,11 +23,11 @@ from hpctrain.ranks.json_collectives import gather_values
 
 LOG = logging.getLogger("hpctrain")
 
+# bytes of a file of kernels. The largest one of torch's examples has some megabytes.
 _MOST = 2**32
-"""Bytes of a file of kernels. The largest one of torch's examples has some megabytes."""
 _SUFFIX = ".kernels"
+# seconds after its last save for which the kernels of a run are kept
 _UNUSED = 30 * 86400
-"""Seconds after its last save for which the kernels of a run are kept."""
 
 
 class Kernels(Hook):

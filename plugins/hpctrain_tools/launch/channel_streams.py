@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from hpctrain.ranks.rank_channel import ERRORS_ON_TERMINAL, ON_TERMINAL, WORD, on_terminal
 
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
+# more bytes after the first control character are no message
 _LONGEST = 40
-"""More bytes after the first control character are no message."""
+# bytes at the beginning of a line that may name a node: patterns take the square of a line's length
 _MOST = 1000
-"""Bytes at the beginning of a line that may name a node: patterns take the square of a line's length."""
 _FAILED = (
     re.compile(rb"PID \d+ RUNNING AT (\S+)"),  # MPICH, on standard output
     re.compile(rb"with PID \d+ on node (\S+)"),  # Open MPI

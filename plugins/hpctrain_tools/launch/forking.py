@@ -28,13 +28,13 @@ from hpctrain.ranks.signals import ANSWERED
 from hpctrain_tools.launch.mpi_library import ask_library
 from hpctrain_tools.launch.processes import StartRank, spawn
 
+# modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports
 _ON_THE_WAY = (
     "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.monitor", "hpctrain.base.store.gloo",
     "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
-"""Modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports."""
+# seconds after its end in which the system may still list a thread
 _ENDING = 0.2
-"""Seconds after its end in which the system may still list a thread."""
 
 
 def prepare(command: str, tables: Mapping[str, Any]) -> StartRank:

@@ -17,8 +17,8 @@ __all__ = ["HERE", "Hosts", "read_hostfile"]
 HERE = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
 """This machine's names."""
 _LINE = r"(\w[\w.-]*)(?:\s+slots\s*=\s*(\d+)|:(\d+))?"
+# variables that Open MPI hands over to other hosts
 _PASSED_ON = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-"""Variables that Open MPI hands over to other hosts."""
 
 
 @dataclass(frozen=True)

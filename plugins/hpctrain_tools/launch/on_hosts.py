@@ -20,15 +20,15 @@ from hpctrain_tools.launch.mpiexec import UnderMpiexec, find_mpiexec
 
 APPEAR_SECONDS = 120.0
 """Limit for the start of Python on all ranks. Without it, an ssh to a host that is off would hang for minutes."""
+# how long mpiexec may take to end after the ranks have told an error: it waits for a host that is gone
 _LEAVING_SECONDS = 30.0
-"""How long mpiexec may take to end after the ranks have told an error: it waits for a host that is gone."""
+# seconds within which mpiexec runs ssh or srun; then, again and again, whether it does
 _START_OF_LAUNCHER = 2.5
-"""Seconds within which mpiexec runs ssh or srun; then, again and again, whether it does."""
+# signals this soon after the first count as the same one, as on a rank
 _SAME_SECONDS = 1.0
-"""Signals this soon after the first count as the same one, as on a rank."""
 _POLL = 0.1
+# seconds for the hosts' proxies to end their ranks after mpiexec was killed
 _GRACE = 2.0
-"""Seconds for the hosts' proxies to end their ranks after mpiexec was killed."""
 
 
 class OnHosts:

@@ -14,12 +14,12 @@ from hpctrain_tools.launch.channel_streams import Heard, Listener
 
 _CHUNK = 2**16
 _RULE = b"-" * 74 + b"\n"
+# A longer text between two rules is no message of Open MPI's
 _LONGEST = 2**12
-"""A longer text between two rules is no message of Open MPI's."""
 _ENDINGS = (b"MPI_ABORT was invoked", b'calling\n"abort"', b"exited with non-zero status")
 _BANNER, _BANNER_END = b"=" * 83 + b"\n=   BAD TERMINATION", b"debugging suggestions\n"
+# seconds for the remaining output after the launcher has ended
 _LEFT = 5.0
-"""Seconds for the remaining output after the launcher has ended."""
 
 
 class Filter(Protocol):

@@ -26,8 +26,8 @@ __all__ = ["PmiBoard", "PmiRelay"]
 
 FD_VARIABLE = "PMI_FD"
 """Names the descriptor over which a rank speaks with the server."""
+# the longest line, in bytes. A rank that sends more is no longer served.
 _LONGEST = 2**16
-"""The longest line, in bytes. A rank that sends more is no longer served."""
 
 
 class PmiBoard:

@@ -20,15 +20,15 @@ from hpctrain_tools.launch.pmi import PmiServer
 __all__ = ["Launched", "over_pmi"]
 
 _POLL = 0.05
+# seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections
 _GRACE = 10.0
-"""Seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections."""
+# the grace of ranks under MPI, which do not notice the failure of another rank
 _GRACE_OF_MPI = 1.0
-"""The grace of ranks under MPI, which do not notice the failure of another rank."""
 _SHARED_MEMORY = Path("/dev/shm")
+# seconds within which ranks of a job open its shared memory
 _OPENING = 600.0
-"""Seconds within which ranks of a job open its shared memory."""
+# the status of a rank that leaves with exit code 0 while the others wait for it
 _LEFT_EARLY = 1
-"""The status of a rank that leaves with exit code 0 while the others wait for it."""
 
 
 class Rank(Protocol):

@@ -27,14 +27,14 @@ from hpctrain_tools.launch.placement import Placement
 from hpctrain_tools.launch.processes import Launched, StartRank, launch, spawn
 from hpctrain_tools.launch.stop_requests import Signals, noted_signals
 
+# seconds between checks for signals, and for ranks that can receive them
 _POLL = 0.1
-"""Seconds between checks for signals, and for ranks that can receive them."""
 RESUME_NEWEST = ("--resume", "auto")
 """The words with which `hpctrain run` continues from the newest checkpoint."""
+# seconds by which a file system may round its times
 _COARSE = 1.0
-"""Seconds by which a file system may round its times."""
+# seconds for a launcher to notice that its ranks were killed
 _GRACE = 2.0
-"""Seconds for a launcher to notice that its ranks were killed."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from hpctrain_tools.plan.torch_fake import (
 KIND = "planned"
 _HALF = torch.bfloat16, torch.float16
 
+# operators that autocast runs in the lower precision, as torch documents them for CUDA
 _LOWER = {
     *("linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul", "einsum"),
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -36,7 +37,7 @@ _LOWER = {
     *("linalg_multi_dot", "linalg_vecdot", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
     *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention"),
 }  # fmt: skip
-"""Operators that autocast runs in the lower precision, as torch documents them for CUDA."""
+# operators whose inputs get the widest type among them
 _WIDEST = {
     "addcdiv",
     "addcmul",
@@ -49,9 +50,8 @@ _WIDEST = {
     "index_put",
     "tensordot",
 } | {"scatter_add"}
-"""Operators whose inputs get the widest type among them."""
+# operators that make float32 of inputs of another type. All others get inputs in float32.
 _WITH_DTYPE = {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "linalg_vector_norm", "linalg_matrix_norm"}
-"""Operators that make float32 of inputs of another type. All others get inputs in float32."""
 
 
 def planned_accelerator() -> torch.device:

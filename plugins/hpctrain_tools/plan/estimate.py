@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from hpctrain_tools.plan.machines import Machine, figure_sources
 from hpctrain_tools.plan.rank_plan import RING, Exchange, RankPlan
 
+# the share of computing behind which sums and gathers of parameters can hide: a backward is two thirds of it
 _HIDDEN_BEHIND = 2 / 3
-"""The share of computing behind which sums and gathers of parameters can hide: a backward is two thirds of it."""
 _LEAST_HIDDEN = 1 / 3
 _OVERLAPPED = ("reduce_scatter", "all_reduce", "all_gather")
+# factors by which a time may be wrong: kernels of other shapes reach other shares of what they could; seconds that were measured;
+# those that are guessed
 _SHARES, _MEASURED, _GUESSED = 1.3, 1.25, 2.0
-"""Factors by which a time may be wrong: kernels of other shapes reach other shares of what they could; seconds that were measured;
-those that are guessed."""
 
 
 @dataclass(frozen=True)

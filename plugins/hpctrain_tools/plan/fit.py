@@ -26,10 +26,10 @@ from hpctrain_tools.plan.plan import Hardware, plan_checked, planned_job
 from hpctrain_tools.plan.rank_plan import OTHERS
 from hpctrain_tools.plan.settings import Settings, Space
 
+# the share of an accelerator's memory that is left to CUDA, NCCL and the like
 _OF_LIBRARIES = 0.03
-"""The share of an accelerator's memory that is left to CUDA, NCCL and the like."""
+# how often the number of ranks is doubled at most, in search of one that fits
 _DOUBLED = 10
-"""How often the number of ranks is doubled at most, in search of one that fits."""
 
 
 @dataclass(frozen=True)

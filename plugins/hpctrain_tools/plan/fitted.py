@@ -15,10 +15,10 @@ from hpctrain.job.raw import RawJob, merge
 from hpctrain_tools.plan.fit import Trial
 from hpctrain_tools.plan.job_plan import gigabytes
 
+# settings that are refused, of which a table says why
 _REFUSED = 3
-"""Settings that are refused, of which a table says why."""
+# seconds
 _NOW_AND_THEN = 30.0
-"""Seconds."""
 
 
 class Progress:

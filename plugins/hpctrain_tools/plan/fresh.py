@@ -17,8 +17,8 @@ from hpctrain_tools.plan.processes import plan_ranks
 from hpctrain_tools.plan.rank_plan import RankPlan
 
 _PLANS = TypeAdapter(list[RankPlan])
+# seconds
 _LONGEST = 3600.0
-"""Seconds."""
 
 
 def plan_ranks_apart(raw: RawJob, size: int, per_node: int) -> list[RankPlan]:

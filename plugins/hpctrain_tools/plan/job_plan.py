@@ -10,8 +10,8 @@ from typing import Any
 from hpctrain_tools.plan.estimate import StepTime
 from hpctrain_tools.plan.rank_plan import OTHERS, RankPlan
 
+# ranks of which a table has columns
 _SHOWN = 6
-"""Ranks of which a table has columns."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpctrain_tools.plan.torch_fake import local_tensors, storage_number
 
+# bytes to which torch's allocators of accelerators round
 _BLOCK = 512
-"""Bytes to which torch's allocators of accelerators round."""
 
 
 class Origin(NamedTuple):

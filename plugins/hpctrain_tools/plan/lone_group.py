@@ -180,6 +180,7 @@ def _message(name: str) -> Any:
     return run
 
 
+# torch's methods of a group by the operation that they are
 _METHODS = {
     "all_reduce": (_in_place, ("allreduce", "allreduce_coalesced")),
     "broadcast": (_in_place, ("broadcast",)),
@@ -209,7 +210,6 @@ _METHODS = {
     "send": (_message, ("send",)),
     "recv": (_message, ("recv", "recv_anysource")),
 }
-"""torch's methods of a group by the operation that they are."""
 for _operation, (_make, _names) in _METHODS.items():
     for _name in _names:
         setattr(LoneGroup, _name, _make(_operation))

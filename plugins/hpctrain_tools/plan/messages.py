@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import EnvironmentUnfitError
 
+# seconds to wait for another rank
 _PATIENCE = 300.0
-"""Seconds to wait for another rank."""
 
 
 class Queue(Protocol):

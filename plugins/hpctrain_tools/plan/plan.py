@@ -22,12 +22,12 @@ from hpctrain_tools.plan.machines import Machine, open_machine
 from hpctrain_tools.plan.processes import plan_ranks
 from hpctrain_tools.plan.rank_plan import RankPlan
 
+# the tables that memory depends on
 _OF_MEMORY = (
     "model", "dataset", "batch", "optimizer", "precision", "parallelism", "sharding", "activation_checkpointing",
 )  # fmt: skip
-"""The tables that memory depends on."""
+# ranks of a node where nobody says it
 _PER_NODE = 8
-"""Ranks of a node where nobody says it."""
 
 
 @dataclass(frozen=True)

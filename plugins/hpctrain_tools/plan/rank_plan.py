@@ -9,6 +9,7 @@ from hpctrain_tools.plan.watch import Operator
 
 OTHERS = "activations and buffers"
 
+# the share of its input that one of n ranks sends with the best algorithm for large messages
 _SENT: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -21,7 +22,6 @@ _SENT: Mapping[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "recv": lambda n: 0.0,
 }
-"""The share of its input that one of n ranks sends with the best algorithm for large messages."""
 RING = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"
 """Operations of which each rank passes on what comes from the one before it."""
 

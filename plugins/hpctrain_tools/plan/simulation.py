@@ -44,12 +44,12 @@ from hpctrain_tools.plan.rank_plan import OTHERS, Exchange, RankPlan, Save
 from hpctrain_tools.plan.torch_fake import fake_tensors, foreach_of_fakes, shapes_of_dtensors, without_modes
 from hpctrain_tools.plan.watch import Watch
 
+# micro batches of the steps that are run. A further micro batch takes what the second step has more than the first; the peak
+# stays, since each micro batch ends before the next.
 _FEW = 1, 2
-"""Micro batches of the steps that are run. A further micro batch takes what the second step has more than the first; the peak
-stays, since each micro batch ends before the next."""
+# micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
+# which the third one has not.
 _FEW_IN_FLIGHT = 2, 3, 3
-"""Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
-which the third one has not."""
 _CPU = torch.device("cpu")
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# operators that return nothing and of which torch does not know that they need no values, unlike Adam's
 _IN_PLACE = ("aten._fused_sgd_", "aten._fused_adagrad_")
-"""Operators that return nothing and of which torch does not know that they need no values, unlike Adam's."""
 
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# bytes by the shapes and the other arguments of a recurrent layer
 _WORKSPACES: dict[tuple[Any, ...], int] = {}
-"""Bytes by the shapes and the other arguments of a recurrent layer."""
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -121,8 +121,8 @@ def _empty(size: tuple[int, ...], *, dtype: torch.dtype | None = None, **_: Any)
     return made
 
 
+# the implementations of operators last as long as these
 _LIBRARIES: list[torch.library.Library] = []
-"""The implementations of operators last as long as these."""
 
 
 def implement(operators: Iterable[Any], make: Callable[[Any], Callable[..., Any]], autocast: bool) -> None:

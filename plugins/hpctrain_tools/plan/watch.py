@@ -24,8 +24,8 @@ from hpctrain_tools.plan.torch_fake import ASKS_DEVICE, PINS, READS_A_NUMBER, WA
 
 _STORAGE: Any = torch.UntypedStorage
 
+# beginnings of the names of operators that neither read nor write
 _MOVE_NOTHING = "empty", "new_empty", "set_", "resize_", "_unsafe_view"
-"""Beginnings of the names of operators that neither read nor write."""
 
 
 class Operator(NamedTuple):

@@ -10,8 +10,8 @@ from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, escaped, say
 from hpctrain_tools.profile.layout import REQUEST
 from hpctrain_tools.runs.asking import Asked, ask, asked, silence
 
+# seconds for a job that may hang to say where its ranks stand
 _WHERE = 15.0
-"""Seconds for a job that may hang to say where its ranks stand."""
 
 
 def record_now(run: Path, values: Mapping[str, Any], timeout: float, wait: float) -> tuple[str, int]:

@@ -16,12 +16,12 @@ Numbers = NDArray[np.float64]
 
 _KERNEL = "kernel"
 _OPERATION, _GROUP, _TYPE = "Collective name", "Process Group Description", "dtype"
+# keys that kineto gives to the kernels of torch's groups
 _ELEMENTS = ("In msg nelems", "Out msg nelems")
-"""Keys that kineto gives to the kernels of torch's groups."""
+# begins of the names of kernels that communicate: some have no such keys
 _LIBRARIES, _UNKNOWN = ("nccl", "rccl"), "unknown"
-"""Begins of the names of kernels that communicate: some have no such keys."""
+# the names of the group of all ranks, which torch describes as `_DEFAULT`, and of groups of no axis, unless an axis has them
 _WORLD, _OTHER = "world", "other"
-"""The names of the group of all ranks, which torch describes as `_DEFAULT`, and of groups of no axis, unless an axis has them."""
 _DEFAULT = "default_pg"
 _OUR_NAMES = {
     "allreduce": "all_reduce",
@@ -33,11 +33,11 @@ _OUR_NAMES = {
     "all_to_all": "all_to_all_single",
     "all_to_allv": "all_to_all_single",
 }
+# bytes of an element, by c10's names; all other types have one
 _BYTES = {
     "ComplexDouble": 16, "Double": 8, "Long": 8, "UInt64": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "UInt32": 4,
     "ComplexHalf": 4, "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2,
 }  # fmt: skip
-"""Bytes of an element, by c10's names; all other types have one."""
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Communication:
         """groups: the axis of each group, by torch's description of it."""
         self._axes = {_DEFAULT: _WORLD, **groups}
         self._of: dict[tuple[str, str] | None, tuple[array[float], array[float], array[int]]]
+        # begins, ends and bytes of the kernels of an axis's operations, and without bytes of those that compute
         self._of = defaultdict(lambda: (array("d"), array("d"), array("q")))
-        """Begins, ends and bytes of the kernels of an axis's operations, and without bytes of those that compute."""
 
     def seeing(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The events, each of which it has seen."""
@@ -128,8 +128,8 @@ class _Union:
         apart = np.append(True, begins[1:] > reached[:-1])[: len(begins)]
         self._begins = begins[apart]
         self._ends = reached[np.append(apart[1:], True)[: len(begins)]]
+        # the covered time before each span, and before the end
         self._before = np.append(0.0, np.cumsum(self._ends - self._begins))
-        """The covered time before each span, and before the end."""
 
     def until(self, times: Numbers) -> Numbers:
         """The covered time before each of `times`."""

@@ -21,8 +21,8 @@ from hpctrain_tools.profile.layout import INDEX
 
 LOG = logging.getLogger("hpctrain")
 
+# bytes that travel at a time
 _PIECE = 8 * 2**20
-"""Bytes that travel at a time."""
 
 
 @dataclass

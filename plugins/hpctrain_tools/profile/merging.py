@@ -17,15 +17,15 @@ from hpctrain.toolkit.commands import UsageError, reason
 from hpctrain_tools.profile.layout import MERGED
 from hpctrain_tools.profile.traces import Events, StoredWindow, Traced, refuse_empty, told
 
+# bytes of events that are sorted in memory at a time
 _SORTED = 128 * 2**20
-"""Bytes of events that are sorted in memory at a time."""
 _LEVEL = 3
+# nanoseconds: more than any event takes
 _LONGEST = 10**15
-"""Nanoseconds: more than any event takes."""
+# digits of a time in ns, and of the whole key by which events are sorted: the time, then the longer one first
 _TIME, _KEY = 20, 36
-"""Digits of a time in ns, and of the whole key by which events are sorted: the time, then the longer one first."""
+# events that are packed at once
 _TOGETHER = 4096
-"""Events that are packed at once."""
 
 
 def write_merged(window: StoredWindow, path: Path | None) -> tuple[Path, int]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+# ends of the categories of what runs on the CPU: operators, and the calls of a device's library in them
 _ON_CPU = ("cpu_op", "_runtime", "_driver")
-"""Ends of the categories of what runs on the CPU: operators, and the calls of a device's library in them."""
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# the name for what is taken and given back outside of operators
 _ELSEWHERE = "[memory]"
-"""The name for what is taken and given back outside of operators."""
 
 
 def is_of_device(event: Mapping[str, Any]) -> bool:
@@ -66,14 +66,14 @@ class _Seen:
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[Any, Any], int] = {}
+        # the operator by the number that kernels refer to
         self._of_id: dict[int, int] = {}
-        """The operator by the number that kernels refer to."""
+        # thread, begin, duration and name of each operator's call
         self._calls: list[array[Any]] = [array("q"), array("d"), array("d"), array("q")]
-        """Thread, begin, duration and name of each operator's call."""
+        # thread, time, bytes, and whether it is a device's memory
         self._memory: list[array[Any]] = [array("q"), array("d"), array("q"), array("q")]
-        """Thread, time, bytes, and whether it is a device's memory."""
+        # the number of the operator, the kernel's own name, and its duration
         self._kernels: list[array[Any]] = [array("q"), array("q"), array("d")]
-        """The number of the operator, the kernel's own name, and its duration."""
 
     def take(self, event: Mapping[str, Any]) -> None:
         phase, kind = event.get("ph"), str(event.get("cat", ""))

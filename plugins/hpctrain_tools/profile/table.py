@@ -11,8 +11,8 @@ from hpctrain_tools.profile.communication import Communication, Transfers, toget
 from hpctrain_tools.profile.operators import Operator, operators_in, summed
 from hpctrain_tools.profile.traces import Events, StoredWindow, told
 
+# characters of an operator's name; names of kernels have hundreds
 _WIDEST = 60
-"""Characters of an operator's name; names of kernels have hundreds."""
 
 
 class Figures:

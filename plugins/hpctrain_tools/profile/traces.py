@@ -18,10 +18,10 @@ from hpctrain.base.safe_files import is_own_directory, read_bytes, reading
 from hpctrain.toolkit.commands import UsageError, escaped, reason
 from hpctrain_tools.profile.layout import FOLDER, INDEX, TRACE
 
+# characters that are read at a time
 _PIECE = 2**20
-"""Characters that are read at a time."""
+# characters of one event: more than the longest stack has
 _LONGEST = 2**26
-"""Characters of one event: more than the longest stack has."""
 _BLANK = re.compile(r"[\s,]*")
 
 

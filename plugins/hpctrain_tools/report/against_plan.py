@@ -11,17 +11,17 @@ from hpctrain_tools.report.plan_file import JobPlan
 from hpctrain_tools.report.section import Section
 
 _GB = 1e9
+# ranks of a plan that the section has
 _SHOWN = 6
-"""Ranks of a plan that the section has."""
+# keys that a remark names
 _KEYS = 3
-"""Keys that a remark names."""
+# letters of a value that are compared, and shown
 _COMPARED, _LONGEST = 10_000, 80
-"""Letters of a value that are compared, and shown."""
+# keys that change no device's memory. A plan has 0 workers, whatever its job says.
 _FREE = (
     "dataset.workers", "dataset.prefetch", "dataset.start_method", "dataset.cache", "model.weights", "model.weights_strict",
     "optimizer.lr", "optimizer.weight_decay",
 )  # fmt: skip
-"""Keys that change no device's memory. A plan has 0 workers, whatever its job says."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from hpctrain_tools.runs import Evaluation, RunDirectory, Step, is_evaluation, p
 PARTS = ("forward", "backward", "communication", "optimizer", "other", "data", "evaluation", "checkpoint")
 """The parts of a step's time; what a file has besides counts as other."""
 _POINTS = 400
+# A file up to this size is read whole; of a larger one every so-manyth row, so that it takes no longer
 _WHOLE_BYTES = 128 * 2**20
-"""A file up to this size is read whole; of a larger one every so-manyth row, so that it takes no longer."""
 _KEYS, _EVALUATIONS = 64, 2000
+# seconds of a step, and since 1970: a crafted file may have any
 _LONGEST, _LATEST = 1e8, 1e10
-"""Seconds of a step, and since 1970: a crafted file may have any."""
 _SINGLE = ("lr", "per_second", "mfu", "goodput", "memory_max", "memory_mean", "grad_norm", "pipeline_bubble")
 
 
@@ -115,8 +115,8 @@ class RowReader:
         self._run, self._starts = run, starts
         self._random = random.Random(0)
         self._every = 1
+        # steps of a point
         self._each = 1
-        """Steps of a point."""
 
     def read(self) -> Rows:
         """All rows. A row that can't be read is left out, and so are the rest of a file that the system can't read."""

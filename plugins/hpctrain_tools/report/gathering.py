@@ -29,8 +29,8 @@ from hpctrain_tools.runs import (
 )
 
 _LINES = 30
+# seconds: the log of a start begins about when the start is noted, after it
 _EARLIER = 1.0
-"""Seconds: the log of a start begins about when the start is noted, after it."""
 _MOST_RANKS = 100_000
 _AXIS = re.compile(r"(\w+) (\d+)")
 

@@ -49,8 +49,8 @@ class _Writing:
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit, self._rank = limit_seconds, 0
+        # none before the start
         self._directory: Path | None = None
-        """None before the start."""
 
     @hookimpl
     def hpctrain_job_start(self, job: Job, identity: Identity) -> None:

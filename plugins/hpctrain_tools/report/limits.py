@@ -27,15 +27,15 @@ MEMORY = 0.5
 SKIPPED = 0.02
 PLANNED = 1.1
 """The measured peak of memory to the planned one."""
+# the least rise of a loss, as a share, and the number of evaluations from which on they tell anything
 _RISE, _EVALUATIONS = 0.05, 3
-"""The least rise of a loss, as a share, and the number of evaluations from which on they tell anything."""
+# windows of a run and points in each at least; the share of the fall of the loss, and standard errors, by which it has risen
+# again
 _WINDOWS, _POINTS, _FALL, _ERRORS = 10, 4, 0.3, 4.0
-"""Windows of a run and points in each at least; the share of the fall of the loss, and standard errors, by which it has risen
-again."""
+# learning rates above which a smaller one is the first to try
 _LARGEST_OF_ADAM, _LARGEST = 0.05, 1.0
-"""Learning rates above which a smaller one is the first to try."""
+# wall time from which on shares of it do: every short run mostly starts
 _SECONDS = 60.0
-"""Wall time from which on shares of it do: every short run mostly starts."""
 _GB = 1e9
 
 

@@ -23,8 +23,8 @@ from hpctrain_tools.report.verdict import judge
 
 FILE_NAME = "report.html"
 """The page, in the run's directory."""
+# ranks that the layout shows
 _RANKS = 64
-"""Ranks that the layout shows."""
 
 
 def text_of(runs: Sequence[Facts], kind: str) -> str:

@@ -13,8 +13,8 @@ from hpctrain_tools.report.gathering import counted
 from hpctrain_tools.report.section import Section
 from hpctrain_tools.report.wall_time import KINDS
 
+# rows of a table
 _MOST = 40
-"""Rows of a table."""
 _LONGEST = 400
 _GIB = 2**30
 

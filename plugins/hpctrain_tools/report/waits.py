@@ -8,12 +8,12 @@ from hpctrain_tools.report.finding import CHANGES, STEPS, WORKERS, Finding
 
 COMMUNICATION, STRAGGLER, PIPELINE = 0.3, 0.05, 0.2
 """The least shares of the time at which a rule speaks."""
+# seconds for which a rank has to be slow before rows name it
 _UNNAMED = 5.0
-"""Seconds for which a rank has to be slow before rows name it."""
+# the share of a pipeline's waiting below which its schedule does not explain it
 _EXPLAINED = 0.5
-"""The share of a pipeline's waiting below which its schedule does not explain it."""
+# the keys of [parallelism] by the axes of the mesh, which rows name. An axis of another package may have the same for both.
 _NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
-"""The keys of [parallelism] by the axes of the mesh, which rows name. An axis of another package may have the same for both."""
 
 
 def communication_bound(facts: Facts) -> Finding | None:

@@ -11,8 +11,8 @@ from hpctrain_tools.runs.rows import Step
 from hpctrain_tools.runs.watcher import Snapshot
 
 _GIB = 2**30
+# the share of the time from which on a part is shown
 _SEEN = 0.005
-"""The share of the time from which on a part is shown."""
 
 
 def loss(step: Step | None) -> list[Part]:

@@ -16,12 +16,12 @@ from hpctrain.base.safe_files import reading
 
 PART_BYTES = 2 * 2**20
 """Read at once, at most; also the longest line."""
+# bytes before the place where reading goes on. They tell another file that got the number of the old one.
 _COMPARED = 64
-"""Bytes before the place where reading goes on. They tell another file that got the number of the old one."""
 
 
+# parts in a row without a line, after which a file is no file of lines: it may be endless
 _EMPTY_PARTS = 8
-"""Parts in a row without a line, after which a file is no file of lines: it may be endless."""
 
 
 @dataclass(frozen=True)

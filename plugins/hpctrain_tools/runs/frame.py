@@ -10,14 +10,14 @@ from hpctrain_tools.runs.lines import OF_LOSS, about, log_line, loss_chart, only
 from hpctrain_tools.runs.room import Room
 from hpctrain_tools.runs.watcher import Snapshot
 
+# lines of a terminal that has one for the keys
 _HINT_FROM = 12
-"""Lines of a terminal that has one for the keys."""
+# lines of the log that come before a chart
 _LOG_FIRST = 4
-"""Lines of the log that come before a chart."""
+# lines of a chart
 _CHART = range(3, 9)
-"""Lines of a chart."""
+# lines of the log where the height has no limit
 _LOG_OF_ALL = 10
-"""Lines of the log where the height has no limit."""
 
 
 def frame(seen: Sequence[Snapshot], room: Room, height: int | None, hint: str = "") -> list[Text]:

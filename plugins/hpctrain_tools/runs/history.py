@@ -12,10 +12,10 @@ from hpctrain_tools.runs.following import PART_BYTES, Follower, Part
 from hpctrain_tools.runs.rows import Evaluation, Step, is_evaluation, read_row
 from hpctrain_tools.runs.sparkline import Series
 
+# rows of steps that are read of a part; of more, every so-manyth. Lines cost little, JSON much.
 _EACH = 500
-"""Rows of steps that are read of a part; of more, every so-manyth. Lines cost little, JSON much."""
+# steps of which the time of a step is a median
 _RECENT = 20
-"""Steps of which the time of a step is a median."""
 
 
 class History:

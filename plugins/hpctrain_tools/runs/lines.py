@@ -20,10 +20,10 @@ from hpctrain_tools.runs.watcher import Snapshot
 _LONGEST_CURVE = 100
 _LONGEST_BAR = 60
 _NARROWEST_BAR = 5
+# seconds without a row, after which a running job is said to be silent: it may hang
 _SILENT = 60.0
-"""Seconds without a row, after which a running job is said to be silent: it may hang."""
+# A job of long steps may take so many of them
 _STEPS = 10
-"""A job of long steps may take so many of them."""
 
 OF_LOSS = 2
 """The importance of the line of the loss."""

@@ -17,17 +17,17 @@ from hpctrain_tools.runs.standing import Standing, standing_of
 from hpctrain_tools.submit.asking import Submitted, ask_about
 from hpctrain_tools.submit.record import Submission
 
+# levels below the directory
 _DEEPEST = 6
-"""Levels below the directory."""
+# directories that are looked into
 _MOST = 20_000
-"""Directories that are looked into."""
 _CLOSED = {CHECKPOINTS, LOGS}
+# names of which a run has at least one
 _FILES = {RESOLVED, JOB_FILE, RECORD}
-"""Names of which a run has at least one."""
+# threads: over a network a reader mostly waits
 _READERS = 8
-"""Threads: over a network a reader mostly waits."""
+# given to schedulers that tell of one job at a time
 _ASKING_SECONDS = 10.0
-"""Given to schedulers that tell of one job at a time."""
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,26 @@ from hpctrain.training.log_file import KILLED as KILLED  # for readers of failur
 from hpctrain_tools.runs.following import parts_of
 
 _LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d{4}) ([A-Z]+) (.*)")
+# begins the first line of a start, with the number of ranks
 _BEGUN = re.compile(r"rank \d+ of (\d{1,9})\b")
-"""Begins the first line of a start, with the number of ranks."""
 _ERROR = re.compile(rf"([A-Z]\w*(?:Error|Exception|Interrupt)|{KILLED}): \S")
 HANG = "watchdog"
 """The kind of a failure that the watchdog ended."""
 OF_ANOTHER = "CommunicationError"
 """Follows where another rank has failed."""
 _WATCHDOG = "the watchdog ends this rank"
+# begin rank 0's diagnosis, and the lines of it about ranks that the others wait for
 _HANG, _MISSING = "hpctrain: watchdog: ", b"  missing: "
-"""Begin rank 0's diagnosis, and the lines of it about ranks that the others wait for."""
 _RANK = re.compile(r"ranks? (\d{1,9})\b")
+# begin the lines about something that doesn't happen in each run
 _EVENTS = (DONE, STOPPED, "guard  ", "ended  ", "resumed", "saved  ", "weights  ", _WATCHDOG)
-"""Begin the lines about something that doesn't happen in each run."""
+# lines of a start, by their first word
 _FACTS = ("mesh", "batch", "parameters", "precision", "ranks", "data", "pipeline")
-"""Lines of a start, by their first word."""
 _STARTS, _REMARKS, _LONGEST = 1000, 200, 2000
+# logs that are looked at for the errors of ranks; more only until there is one that does not follow from another rank's
 _LOGS = 64
-"""Logs that are looked at for the errors of ranks; more only until there is one that does not follow from another rank's."""
+# the error of a start may seem to be so much before its begin, as clocks of nodes differ
 _EARLIER = timedelta(seconds=1)
-"""The error of a start may seem to be so much before its begin, as clocks of nodes differ."""
 _TAIL = 2**18
 
 

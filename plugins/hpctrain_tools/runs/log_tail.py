@@ -13,8 +13,8 @@ from hpctrain.training.log_file import AS_CANCELLED, BEGUN, DONE, STOPPED
 
 _TAIL = 2**16
 _LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d+\S* ([A-Z]+) (.*)")
+# begins the lines of progress
 _OF_A_STEP = re.compile(r"step \d+/\d+  ")
-"""Begins the lines of progress."""
 _LONGEST = 1000
 
 LastWord = Literal["begun", "done", "stopped", "cancelled"]

@@ -22,10 +22,10 @@ from hpctrain.job.tables import KeepBestTable
 from hpctrain_tools.runs.rows import MOST, Evaluation, Step, count_of, is_evaluation, number_of, read_row
 from hpctrain_tools.submit.record import Submission, newest
 
+# bytes at the end of metrics.jsonl in which the newest rows are looked for; a row has at most the last number
 _TAILS = (2**16, 2**18, 2**20)
-"""Bytes at the end of metrics.jsonl in which the newest rows are looked for; a row has at most the last number."""
+# bytes in which the newest evaluation must be
 _ENOUGH = 2**18
-"""Bytes in which the newest evaluation must be."""
 
 
 @dataclass(frozen=True)

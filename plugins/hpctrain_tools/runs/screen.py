@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
+# takes the terminal's other screen, without a cursor
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"
-"""Takes the terminal's other screen, without a cursor."""
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Eighths of a character, from below."""
+# thirds, for outputs without these characters
 _ASCII = " .:#"
-"""Thirds, for outputs without these characters."""
+# the first part of a curve, which does not count for the scale: a loss falls from far above all that follows
 _STEEP = 0.1
-"""The first part of a curve, which does not count for the scale: a loss falls from far above all that follows."""
 _CAPACITY = 2048
+# numbers beyond it count as not finite: sums of them may be
 _LARGEST = 1e150
-"""Numbers beyond it count as not finite: sums of them may be."""
 
 
 class Series:

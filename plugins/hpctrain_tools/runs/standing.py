@@ -16,10 +16,10 @@ from hpctrain_tools.runs.log_tail import last_word
 from hpctrain_tools.runs.rows import Step
 from hpctrain_tools.runs.run_directory import JobSeen, RunDirectory
 
+# seconds: a run that has written so recently goes on, where its lock can't tell
 _FRESH = 60.0
-"""Seconds: a run that has written so recently goes on, where its lock can't tell."""
+# A run with long steps has so many of them instead
 _STEPS = 5
-"""A run with long steps has so many of them instead."""
 
 Word = Literal["pending", "running", "done", "failed", "cancelled", "stopped", "unknown"]
 

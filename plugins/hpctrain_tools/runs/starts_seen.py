@@ -16,8 +16,8 @@ from hpctrain_tools.runs.rows import count_of, number_of
 
 MOST_SECONDS = 1e10
 """Longer than any run; a crafted file may hold any number."""
+# lines; of more, the first and the newest ones
 _MOST = 10_000
-"""Lines; of more, the first and the newest ones."""
 
 
 @dataclass(frozen=True)

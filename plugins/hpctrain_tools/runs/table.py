@@ -14,8 +14,8 @@ from hpctrain_tools.runs.listing import RunSeen
 
 STYLES = {"running": "green", "pending": "yellow", "failed": "red", "cancelled": "magenta", "unknown": "yellow"}
 """Colours of states."""
+# columns of a run's directory, whose beginning is cut off for the rest
 _NARROWEST = 8
-"""Columns of a run's directory, whose beginning is cut off for the rest."""
 
 
 @dataclass(frozen=True)

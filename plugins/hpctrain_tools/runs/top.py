@@ -17,12 +17,12 @@ from hpctrain_tools.runs.screen import Screen
 from hpctrain_tools.runs.watcher import Watcher
 from hpctrain_tools.submit.record import newest
 
+# seconds between two looks. No file system tells of what other nodes write, so the view asks.
 _BETWEEN = 1.0
-"""Seconds between two looks. No file system tells of what other nodes write, so the view asks."""
+# seconds given to the rows for a single frame
 _READING_ONCE = 5.0
-"""Seconds given to the rows for a single frame."""
+# columns where the output is no terminal
 _UNLIMITED = 10_000
-"""Columns where the output is no terminal."""
 
 
 def watched(directories: Sequence[Path]) -> list[Watcher]:

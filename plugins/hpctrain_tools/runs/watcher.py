@@ -15,10 +15,10 @@ from hpctrain_tools.runs.standing import Standing, standing_of
 from hpctrain_tools.submit.record import Submission
 
 _LOG_LINES = 50
+# seconds given to the rows in one look; those of a large file come in several
 _READING = 0.5
-"""Seconds given to the rows in one look; those of a large file come in several."""
+# seconds between two looks at the lock, the job, the log and the checkpoints
 _BETWEEN = 2.0
-"""Seconds between two looks at the lock, the job, the log and the checkpoints."""
 
 
 @dataclass(frozen=True)

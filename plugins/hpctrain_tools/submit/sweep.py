@@ -11,8 +11,8 @@ import tomli
 from hpctrain.base.errors import UsageError
 from hpctrain.job.toml import LimitError, parse
 
+# characters of a directory's name; file systems allow 255 bytes
 _LONGEST = 100
-"""Characters of a directory's name; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)

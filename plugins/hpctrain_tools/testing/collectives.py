@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# elements for each rank: one, an odd number, and more than a small message
 _SIZES = (1, 7, 5000)
-"""Elements for each rank: one, an odd number, and more than a small message."""
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
 
 
@@ -97,6 +97,7 @@ class _Trial:
         return found, self.mine(before)
 
 
+# numbers that each operation gave, and those that it must
 _OPERATIONS: dict[str, Callable[[_Trial], tuple[Tensor, Tensor]]] = {
     "all_reduce": _Trial.sum,
     "all_reduce with async_op": _Trial.sum_later,
@@ -107,4 +108,3 @@ _OPERATIONS: dict[str, Callable[[_Trial], tuple[Tensor, Tensor]]] = {
     "all_to_all": _Trial.all_to_all,
     "send and receive": _Trial.send,
 }
-"""Numbers that each operation gave, and those that it must."""

@@ -26,8 +26,8 @@ from hpctrain.api import (
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.runs import STEPS
 
+# modules of hpctrain whose every name is public
 _PUBLIC = ("api", "toolkit", "testing")
-"""Modules of hpctrain whose every name is public."""
 # scalers try a larger scale every 2000 updates
 _UPDATES = 2100
 _WORDS = get_args(get_type_hints(JobState)["word"])

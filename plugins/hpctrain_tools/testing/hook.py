@@ -60,12 +60,12 @@ class _Recording:
 
     def __init__(self, options: RecorderOptions) -> None:
         self._options, self._diverges, self._directory = options, options.diverges, Path()
+        # promises that do not hold on this rank, and what was found
         self._notes: list[tuple[str, str]] = []
-        """Promises that do not hold on this rank, and what was found."""
+        # whether a forward has drawn random numbers
         self._draws = False
-        """Whether a forward has drawn random numbers."""
+        # the parameters before the evaluation
         self._before: dict[str, Tensor] = {}
-        """The parameters before the evaluation."""
         self._settings: dict[str, object] = {}
 
     @hookimpl

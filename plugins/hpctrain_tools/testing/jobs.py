@@ -47,12 +47,12 @@ STUMBLING: dict[str, Any] = {
 """Tables of a run that goes back from step 6 to step 4, and on with the rows that follow."""
 STEADFAST = {**STUMBLING, "dataset": {**STUMBLING["dataset"], "leaves_out": True}}
 """The same without the rows that it went back over."""
+# options by slot that a plugin gets if it has them
 _USUAL: dict[str, dict[str, Any]] = {
     "model": {key: value for key, value in JOB["model"].items() if key != "name"},
     "dataset": {"samples": 60, "validation_samples": 13},
     "optimizer": {"lr": 0.05},
 }
-"""Options by slot that a plugin gets if it has them."""
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

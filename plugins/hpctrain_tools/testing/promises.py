@@ -22,11 +22,11 @@ TRAINS, AGAIN, RESUMED, BACK = (
     "goes back to a checkpoint as if the steps after it had not been",
 )
 _LOSSES = ("row", "evaluation")
+# tables of batches by tokens, of samples of several lengths
 _TOKENS: dict[str, Any] = {
     "dataset": {"name": "synthetic", "samples": 60, "validation_samples": 13, "min_length": 2},
     "batch": {"global_size": None, "micro_size": None, "tokens": 60, "micro_tokens": 20},
 }
-"""Tables of batches by tokens, of samples of several lengths."""
 
 
 def examine(kit: Kit) -> None:

@@ -19,12 +19,12 @@ from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain_tools.testing.record import Distances, Record, distances, first_difference
 from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, Runs, merged, without_unset
 
+# how often the measured noise a difference may be: noise is of one run, and another order has another
 _TIMES = 20
-"""How often the measured noise a difference may be: noise is of one run, and another order has another."""
+# A difference that rounding in float32 explains
 _LEAST = 1e-6
-"""A difference that rounding in float32 explains."""
+# tables that have no part in what is compared
 _LEFT_OUT = ("logger", "scheduler", "profile")
-"""Tables that have no part in what is compared."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 EXACT, CLOSE, ALIKE = 1e-6, 2e-4, 5e-2
 """Relative tolerances: of the same sums in the same order; in another order; in other dtypes."""
+# A tensor whose norm is below this share of all tensors' is compared by all tensors' norm
 _NEGLIGIBLE = 1e-3
-"""A tensor whose norm is below this share of all tensors' is compared by all tensors' norm."""
+# A gradient whose norm is below this share of all gradients' may be rounding errors, as that of the keys' biases in attention. An
+# optimizer that divides by its size makes whole steps of them, so such parameters are not compared.
 _NOISE = 1e-5
-"""A gradient whose norm is below this share of all gradients' may be rounding errors, as that of the keys' biases in attention. An
-optimizer that divides by its size makes whole steps of them, so such parameters are not compared."""
 _SAID = re.compile(r"^hpctrain: (?!warning)(.*)", re.MULTILINE)
 _RAISED = re.compile(r"^((?:\w[\w.]*(?:Error|Exception)\b|job\.toml).*)", re.MULTILINE)
 

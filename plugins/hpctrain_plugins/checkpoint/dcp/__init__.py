@@ -75,8 +75,8 @@ class Dcp(CheckpointFormat):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
+        # the last table of contents, unless it is large, with the identity of its file
         self._known: dict[tuple[object, ...], SavedContents] = {}
-        """The last table of contents, unless it is large, with the identity of its file."""
 
     def writer(self) -> DcpWriter:
         """The writer of a run."""

@@ -23,21 +23,21 @@ from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 from .names import METADATA_FILE
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# the size limit, in bytes. The largest checkpoints, with millions of parts, have some hundreds of megabytes.
 _MOST_BYTES = 2**30
-"""The size limit, in bytes. The largest checkpoints, with millions of parts, have some hundreds of megabytes."""
+# torch's own limit
 _MOST_DIMS = 64
-"""torch's own limit."""
 
 _RECORDS = (
     dcp.Metadata, dcp.TensorStorageMetadata, dcp.ChunkStorageMetadata, dcp.BytesStorageMetadata,
     dcp.StorageMeta, storage_record(),
 )  # fmt: skip
+# names in a table for values that hpctrain never reads, such as the checkpoint's original path or the memory format.
+# For the memory format, Python 3.11.0 to 3.11.3 name getattr, because they pickle an enum as a call of getattr.
 _UNUSED = (
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("builtins", "getattr"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 )  # fmt: skip
-"""Names in a table for values that hpctrain never reads, such as the checkpoint's original path or the memory format.
-For the memory format, Python 3.11.0 to 3.11.3 name getattr, because they pickle an enum as a call of getattr."""
 
 
 class _Properties:

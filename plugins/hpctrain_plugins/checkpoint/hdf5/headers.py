@@ -23,8 +23,8 @@ LONGEST = 1024
 _SIGNATURE = b"OHDR\x02"
 _DATASPACE, _DATATYPE, _LAYOUT, _ATTRIBUTE = 1, 3, 8, 12
 _CONTIGUOUS = b"\x03\x01"
+# datatype classes with equal messages for equal types: integers and floats
 _PLAIN = (0, 1)
-"""Datatype classes with equal messages for equal types: integers and floats."""
 
 
 class DatasetForm(NamedTuple):

@@ -54,10 +54,10 @@ class TimedStage(PipelineStage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # micro batches whose backward must not be split
         self._whole: set[int] = set()
-        """Micro batches whose backward must not be split."""
+        # whether anything before this stage gets a gradient, for each running micro batch
         self._input_is_trained: dict[int, bool] = {}
-        """Whether anything before this stage gets a gradient, for each running micro batch."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self.submod.in_step = True  # type: ignore[assignment]

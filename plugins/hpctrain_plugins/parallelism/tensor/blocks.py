@@ -17,13 +17,13 @@ _INTO = re.compile(r"^(q|k|v|query|key|value|gate|up|fc1|fc_in|w1|w3|c_fc|dense_
 _FUSED_ATTENTION = re.compile(r"^(qkv(_?proj)?|c_attn|[wW]qkv)$")
 _FUSED_MLP = re.compile(r"^gate_up(_?proj)?$")
 _OUT = re.compile(r"^(o|out|output|down|fc2|fc_out|w2|c_proj|dense_4h_to_h|linear2|wo)(_?proj)?$")
+# attributes with the number of heads of an attention; a rank has its share of them
 _HEADS = (
     "num_heads", "n_heads", "n_head", "heads", "num_attention_heads",
     "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head",
 )  # fmt: skip
-"""Attributes with the number of heads of an attention; a rank has its share of them."""
+# attributes with the split sizes of a fused projection's output; a rank has its share of them, too
 _WIDTHS = ("split_size", "q_size", "kv_size")
-"""Attributes with the split sizes of a fused projection's output; a rank has its share of them, too."""
 
 
 def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:

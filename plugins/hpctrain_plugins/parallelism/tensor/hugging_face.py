@@ -12,6 +12,7 @@ from hpctrain.api import UsageError
 
 LOG = logging.getLogger("hpctrain")
 
+# styles with another name in transformers 5; the names of transformers 4 are the same as here
 _STYLES = {
     "colwise_gather_output": "colwise_rep",
     "rowwise_split_input": "rowwise_rep",
@@ -19,7 +20,6 @@ _STYLES = {
     "embedding_colwise": "colwise_rep",
     "replicated_with_grad_allreduce": "head_norm",
 }
-"""Styles with another name in transformers 5; the names of transformers 4 are the same as here."""
 _WHOLE = "replicate"
 _EXPERTS = "moe_tp_experts"
 

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.api import UsageError, gather_values
 
+# equal computations agree this well on all ranks; partial sums over different heads differ more somewhere
 _TOLERANCE = 0.05
-"""Equal computations agree this well on all ranks; partial sums over different heads differ more somewhere."""
 
 
 class WholeGradients:

@@ -21,15 +21,15 @@ from hpctrain_plugins.scheduler.kubernetes.manifests import (
 )
 
 _RESOURCES = {"TrainJob": "trainjobs.trainer.kubeflow.org", "MPIJob": "mpijobs.kubeflow.org", "Job": "jobs.batch"}
+# the label of a job's pods that has its name
 _PODS = {
     "trainjobs.trainer.kubeflow.org": "jobset.sigs.k8s.io/jobset-name",
     "mpijobs.kubeflow.org": "training.kubeflow.org/job-name",
     "jobs.batch": "batch.kubernetes.io/job-name",
 }
-"""The label of a job's pods that has its name."""
 _MAKERS = {"TrainJob": train_job, "MPIJob": mpi_job, "Job": indexed_job}
+# characters of a name, to which hash, job, index and service add: 63 is the limit of a label
 _LONGEST = 40
-"""Characters of a name, to which hash, job, index and service add: 63 is the limit of a label."""
 
 
 class Toleration(Options):

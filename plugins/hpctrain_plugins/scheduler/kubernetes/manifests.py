@@ -11,19 +11,19 @@ from hpctrain.api import Launch
 Manifest = dict[str, Any]
 
 _JOB = "/etc/hpctrain"
+# the file into which Trainer and the MPI operator put the hosts
 _HOSTS = "/etc/mpi/hostfile"
-"""The file into which Trainer and the MPI operator put the hosts."""
 _SSH = "/home/mpiuser/.ssh"
 _SSHD = ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
+# thousandths of a CPU and GiB that are requested for each rank if the job does not say: little more than its start needs, as the
+# pods of a larger guess may fit on no node
 _RANK_CPU, _RANK_MEMORY = 500, 1
-"""Thousandths of a CPU and GiB that are requested for each rank if the job does not say: little more than its start needs, as the
-pods of a larger guess may fit on no node."""
+# resources that mpirun alone needs
 _LAUNCHER = {"cpu": "1", "memory": "1Gi"}
-"""Resources that mpirun alone needs."""
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _PORT = 29400
+# seconds before sshd is probed
 _PATIENCE = 5
-"""Seconds before sshd is probed."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from hpctrain.api import Field, JobState, Launch, Scheduler, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
 from hpctrain_plugins.scheduler.shell import ShellOptions, program
 
+# characters of a job's name, where PBS is old
 _LONGEST_NAME = 15
-"""Characters of a job's name, where PBS is old."""
+# the script's exit code after a SIGTERM
 _TOLD = 143
-"""The script's exit code after a SIGTERM."""
+# PBS adds the signal to this for an exit status
 _KILLED = 256
-"""PBS adds the signal to this for an exit status."""
 
 
 class PBSOptions(ShellOptions):

@@ -22,8 +22,8 @@ _WAITS = (
     "SPECIAL_EXIT",
     "SUSPENDED",
 )
+# jobs that one squeue is asked about: a command line has limits
 _AT_ONCE = 1000
-"""Jobs that one squeue is asked about: a command line has limits."""
 _RUNS = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING")
 
 
