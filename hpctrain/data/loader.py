@@ -1,5 +1,5 @@
-"""Loads micro batches on a thread, ahead of the step; but while the step waits if the data may draw random numbers in this
-process: torch, NumPy and Python have one generator for all threads.
+"""Loads micro batches on a thread, ahead of the step; but in the step itself if the data may draw random numbers in this process:
+torch, NumPy and Python have one generator for all threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.base.side_stream import Done, SideStream
+from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.contracts.model import Batch, tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
@@ -31,7 +32,7 @@ Item: TypeAlias = tuple[MicroBatch, Done, Sequence[int], StepEnd | None] | BaseE
 
 
 class Loader:
-    """Iterates over the micro batches of `plan`; a thread loads and moves up to the pool's `prefetch` of them in advance."""
+    """Iterates over the micro batches of `plan`; a thread, if there is one, loads and moves up to `prefetch` of them in advance."""
 
     def __init__(
         self,
@@ -55,9 +56,10 @@ class Loader:
         self._step_end: StepEnd | None = None
         self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)
         self._closed = threading.Event()
-        self._wanted = threading.Semaphore(0) if pool.draws_here else None
-        self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
-        self._thread.start()
+        self._items = self._loaded()
+        self._thread = None if pool.draws_here else threading.Thread(target=self._run, name=LOADER, daemon=True)
+        if self._thread is not None:
+            self._thread.start()
 
     @property
     def ends_unplanned(self) -> bool:
@@ -68,9 +70,7 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        if self._wanted is not None:
-            self._wanted.release()
-        item = self._ready.get()
+        item = self._load() if self._thread is None else self._ready.get()
         if item is None:
             raise StopIteration
         if isinstance(item, HpctrainError):
@@ -97,27 +97,26 @@ class Loader:
     def close(self) -> None:
         """Stop loading and drop the micro batches loaded ahead."""
         self._closed.set()
-        while self._thread.is_alive():
-            if self._wanted is not None:
-                self._wanted.release()
+        while self._thread is not None and self._thread.is_alive():
             with suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
 
     def _run(self) -> None:
-        items = self._loaded()
-        item: Item = None
-        while True:
-            if self._wanted is not None:
-                self._wanted.acquire()
-            if self._closed.is_set():
-                return
-            try:
-                item = next(items, None)
-            except BaseException as error:  # __next__ raises it
-                item = error
+        while not self._closed.is_set():
+            item = self._load()
             self._put(item)
             if not isinstance(item, tuple):
                 return
+
+    def _load(self) -> Item:
+        try:
+            # users' data makes its tensors as on a thread of its own, whatever modes the step is in
+            with DisableTorchDispatch(), torch.enable_grad():
+                return next(self._items, None)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # __next__ raises it
+            return error
 
     def _loaded(self) -> Iterator[Item]:
         use_device(self._device)  # pinning memory creates a context on the current device
