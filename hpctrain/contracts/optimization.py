@@ -57,8 +57,7 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def build_whole(self, groups: list[dict[str, Any]], whole: WholeTensors) -> torch.optim.Optimizer:
-        """Build the optimizer, as `build`. What depends on more than an element of a part goes through `whole.map`; state has the
-        shape of the part."""
+        """Build it, as `build` does. What needs more than an element of a part goes through `whole.map`; state is of the part."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self.build_whole(groups, WholeTensors())

@@ -214,7 +214,6 @@ def _compression(kit: Kit) -> None:
                 told = f"on {layout}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it"
                 kit.breaks("learns what a job without it learns", told)
             _resumed(kit, found, layout, layout, EXACT, free)
-            _goes_back(kit, layout)
         spiked, plain = (kit.train(SPIKING, layout=layout, own=one) for one in (True, False))
         both = [step for step in plain.steps if step in spiked.steps]
         taken = [step for step in both if _skipped(plain, step) != _skipped(spiked, step)]
@@ -225,6 +224,7 @@ def _compression(kit: Kit) -> None:
                 else spiked.ending
             )
             kit.breaks("its sum is not finite where a gradient is not", f"on {layout}, it {how}")
+        _goes_back(kit, layout)
     # a compression may send other numbers than the sums, but of more ranks no less of them
     if shares and not (min(shares) > 0.3 and max(shares) < 1.5 and shares[-1] > 0.8 * shares[0]):
         by_layout = ", ".join(
