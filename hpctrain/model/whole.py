@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -27,6 +27,7 @@ class _Part:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    axes: tuple[str, ...]
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -36,15 +37,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Ranks that hold parts of the same tensors. parts: of each rank, in one order. owners: the rank of each tensor."""
+    """Ranks that hold parts of the same tensors of one dtype. held: this rank's parts, by the ranks that own their tensors. owned:
+    each rank's parts of the tensors that this rank owns."""
 
     group: dist.ProcessGroup
-    parts: list[list[_Part]]
-    owners: dict[str, int]
-
-    @property
-    def mine(self) -> list[_Part]:
-        return self.parts[self.group.rank()]
+    dtype: torch.dtype
+    held: list[list[_Part]]
+    owned: list[list[_Part]]
 
 
 class OwnedTensors(WholeTensors):
@@ -52,8 +51,8 @@ class OwnedTensors(WholeTensors):
 
     def __init__(self, pieces: Sequence[Piece], meshes: Meshes, device: torch.device) -> None:
         self._meshes, self._device = meshes, device
-        # a part's axes: what is whole here needs nobody else, such as the replicas of local SGD
-        self._cut = {id(piece.tensor): piece for piece in pieces if piece.tensor.shape != piece.shape}
+        # what is whole here needs nobody else, such as the replicas of local SGD
+        self._cut = {id(one.tensor): _part_of(one) for one in pieces if one.tensor.shape != one.shape}
         self._exchanges: list[_Exchange] | None = None
 
     def map(
@@ -61,53 +60,40 @@ class OwnedTensors(WholeTensors):
     ) -> list[Tensor]:
         if self._exchanges is None:
             self._exchanges = self._agree()
-        asked: dict[_Part, Tensor] = {}
-        for tensor, value in zip(tensors, values, strict=True):
-            if id(tensor) in self._cut:
-                asked[_part_of(self._cut[id(tensor)])] = value
+        parts = [self._cut.get(id(tensor)) for tensor in tensors]
+        asked = {part: value for part, value in zip(parts, values, strict=True) if part is not None}
+        names = {part.name for part in asked}
         found: dict[_Part, Tensor] = {}
         for exchange in self._exchanges:
-            for dtype in sorted({part.dtype for parts in exchange.parts for part in parts}):
-                found |= self._mapped(exchange, dtype, asked, function)
+            found |= self._mapped(exchange, names, asked, function)
         return [
-            found[_part_of(self._cut[id(tensor)])].to(value.device) if id(tensor) in self._cut else function(value)
-            for tensor, value in zip(tensors, values, strict=True)
+            function(value) if part is None else found[part].to(value.device)
+            for part, value in zip(parts, values, strict=True)
         ]
 
     def _mapped(
-        self, exchange: _Exchange, dtype: str, asked: Mapping[_Part, Tensor], function: Callable[[Tensor], Tensor]
+        self, of: _Exchange, names: Set[str], asked: Mapping[_Part, Tensor], function: Callable[[Tensor], Tensor]
     ) -> dict[_Part, Tensor]:
-        """The parts of this rank, of the tensors of one dtype."""
-        names = {part.name for part in asked if part.dtype == dtype}
-        ranks, me = range(exchange.group.size()), exchange.group.rank()
-        held = [
-            [part for part in exchange.mine if part.name in names and exchange.owners[part.name] == r] for r in ranks
-        ]
-        owned = [
-            [part for part in parts if part.name in names and exchange.owners[part.name] == me]
-            for parts in exchange.parts
-        ]
-        kind = getattr(torch, dtype)
-        received = self._swap(exchange.group, kind, [[asked[part] for part in parts] for parts in held], owned)
+        """The parts of this rank, of the tensors with these names."""
+        held, owned = (
+            [[part for part in parts if part.name in names] for parts in lists] for lists in (of.held, of.owned)
+        )
+        received = self._swap(of, [[asked[part] for part in parts] for parts in held], owned)
         wholes: dict[str, Tensor] = {}
         for part, value in received.items():
-            whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=kind, device=self._device))
+            whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=of.dtype, device=self._device))
             whole[part.place] = value
         results = {name: function(whole) for name, whole in wholes.items()}
-        return self._swap(
-            exchange.group, kind, [[results[part.name][part.place] for part in parts] for parts in owned], held
-        )
+        return self._swap(of, [[results[part.name][part.place] for part in parts] for parts in owned], held)
 
-    def _swap(
-        self, group: dist.ProcessGroup, dtype: torch.dtype, sent: list[list[Tensor]], awaited: list[list[_Part]]
-    ) -> dict[_Part, Tensor]:
-        """Send each rank its tensors, and receive the parts that each rank sends here. Collective over `group`."""
-        flat = [tensor.to(self._device, dtype).reshape(-1) for tensors in sent for tensor in tensors]
-        given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._device)
+    def _swap(self, of: _Exchange, sent: list[list[Tensor]], awaited: list[list[_Part]]) -> dict[_Part, Tensor]:
+        """Send each rank its tensors, and receive the parts that each rank sends here. Collective over the group."""
+        flat = [tensor.to(self._device, of.dtype).reshape(-1) for tensors in sent for tensor in tensors]
+        given = torch.cat(flat) if flat else torch.empty(0, dtype=of.dtype, device=self._device)
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         counts = [sum(prod(part.shape) for part in parts) for parts in awaited]
-        taken = torch.empty(sum(counts), dtype=dtype, device=self._device)
-        dist.all_to_all_single(taken, given, counts, sizes, group=group)
+        taken = torch.empty(sum(counts), dtype=of.dtype, device=self._device)
+        dist.all_to_all_single(taken, given, counts, sizes, group=of.group)
         parts = [part for parts in awaited for part in parts]
         pieces = torch.split(taken, [prod(part.shape) for part in parts])
         return {part: piece.view(part.shape) for part, piece in zip(parts, pieces, strict=True)}
@@ -115,8 +101,8 @@ class OwnedTensors(WholeTensors):
     def _agree(self) -> list[_Exchange]:
         """The exchanges in which this rank has a part. Collective over all ranks."""
         parts: dict[tuple[str, ...], list[_Part]] = {}
-        for piece in self._cut.values():
-            parts.setdefault(piece.axes, []).append(_part_of(piece))
+        for part in self._cut.values():
+            parts.setdefault(part.axes, []).append(part)
         kinds = sorted({tuple(axes) for of_rank in gather_values([list(axes) for axes in parts]) for axes in of_rank})
         names = self._meshes.model.mesh_dim_names or ()
         exchanges = []
@@ -130,18 +116,23 @@ class OwnedTensors(WholeTensors):
             group = (mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(axes))).get_group()
             of_ranks = gather_values([[*vars(part).values()] for part in parts.get(axes, [])], group)
             everyone = [[_part_from(fields) for fields in of_rank] for of_rank in of_ranks]
-            exchanges.append(_Exchange(group, everyone, _owners(everyone)))
+            owners, me = _owners(everyone), group.rank()
+            for dtype in sorted({part.dtype for of_rank in everyone for part in of_rank}):
+                mine = [part for part in everyone[me] if part.dtype == dtype]
+                held = [[part for part in mine if owners[part.name] == rank] for rank in range(group.size())]
+                owned = [[one for one in of if one.dtype == dtype and owners[one.name] == me] for of in everyone]
+                exchanges.append(_Exchange(group, getattr(torch, dtype), held, owned))
         return exchanges
 
 
 def _part_of(piece: Piece) -> _Part:
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
-    return _Part(piece.name, tuple(piece.shape), tuple(piece.offsets), tuple(piece.tensor.shape), dtype)
+    return _Part(piece.name, tuple(piece.shape), tuple(piece.offsets), tuple(piece.tensor.shape), dtype, piece.axes)
 
 
 def _part_from(fields: Sequence[object]) -> _Part:
-    name, whole, offsets, shape, dtype = fields
-    return _Part(name, tuple(whole), tuple(offsets), tuple(shape), dtype)  # type: ignore[arg-type]
+    name, whole, offsets, shape, dtype, axes = fields
+    return _Part(name, tuple(whole), tuple(offsets), tuple(shape), dtype, tuple(axes))  # type: ignore[arg-type]
 
 
 def _owners(parts: Sequence[Sequence[_Part]]) -> dict[str, int]:

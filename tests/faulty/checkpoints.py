@@ -24,8 +24,10 @@ class LosesAValue(Hdf5):
         return {key: value for key, value in super().read_values(directory).items() if key != "samples_seen"}
 
 
-@checkpoint("goes on after a resume")
+@checkpoint("recognizes its own checkpoints|goes on after a resume")
 class RecognizesNothing(Hdf5):
+    """Another format that reads its files may take them, and right ones: then only this promise is broken."""
+
     def recognizes(self, directory):
         return False
 

@@ -223,7 +223,7 @@ class ForgetsToSwapBack(_Hook):
 
 @hook("trains as one process does|replicas|gradient", 2)
 class ActsOnItsOwnLoss(_Hook):
-    """What it does depends on the loss of this rank's samples."""
+    """A change of weights by the loss of this rank's own samples."""
 
     class made:  # noqa: N801
         loss = 0.0

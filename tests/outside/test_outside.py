@@ -279,7 +279,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.cases(thorough=["hdf5"], rest="nightly")
 @pytest.mark.parametrize("format", ["hdf5", "dcp", "per-rank"])
 def test_checkpoints_on_a_server(long_job: JobFile, python: str, server: str, format: str) -> None:
-    """Of any format, on two ranks; the run's directory is lost, and the run goes on from the server's copy."""
+    """A run on two ranks whose directory is lost goes on from the server's copy, in any format."""
     long_job.tables["hook"] = [{"name": "mirror", "url": server}]
     job = long_job.set(checkpoint={"format": format})
     train(job, python, "--set", "job.steps=4")

@@ -1,4 +1,4 @@
-"""Which cores each rank of a machine gets."""
+"""The cores that each rank of a machine gets."""
 
 from __future__ import annotations
 
