@@ -194,3 +194,5 @@ def test_batches_that_end_with_the_epoch(
 def test_the_batch_as_a_person_reads_it() -> None:
     assert str(BatchPlan(4, 2, 0, 1)) == "4 samples = 1 data-parallel rank x 2 micro batches x 2"
     assert str(BatchPlan(4, 2, 0, 2)) == "4 samples = 2 data-parallel ranks x 1 micro batch x 2"
+    assert str(BatchPlan(4, 2, 0, 2, 7)).endswith(" x 2, an epoch's last batch smaller")
+    assert str(BatchPlan(4, 2, 0, 2, 7, True)).endswith(" x 2, an epoch's rest dropped")
