@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class OwnedTensors(WholeTensors):
     def __init__(self, pieces: Sequence[Piece], meshes: Meshes, device: torch.device) -> None:
         self._meshes, self._device = meshes, device
         # what is whole here needs nobody else, such as the replicas of local SGD
-        self._cut = {id(one.tensor): _part_of(one) for one in pieces if one.tensor.shape != one.shape}
+        self._cut = {id(piece.tensor): _part_of(piece) for piece in pieces if piece.tensor.shape != piece.shape}
         self._exchanges: list[_Exchange] | None = None
 
     def map(
@@ -72,28 +73,27 @@ class OwnedTensors(WholeTensors):
         ]
 
     def _mapped(
-        self, of: _Exchange, names: Set[str], asked: Mapping[_Part, Tensor], function: Callable[[Tensor], Tensor]
+        self, exchange: _Exchange, names: Set[str], asked: Mapping[_Part, Tensor], function: Callable[[Tensor], Tensor]
     ) -> dict[_Part, Tensor]:
         """The parts of this rank, of the tensors with these names."""
-        held, owned = (
-            [[part for part in parts if part.name in names] for parts in lists] for lists in (of.held, of.owned)
-        )
-        received = self._swap(of, [[asked[part] for part in parts] for parts in held], owned)
+        held = [[part for part in parts if part.name in names] for parts in exchange.held]
+        owned = [[part for part in parts if part.name in names] for parts in exchange.owned]
+        received = self._swap(exchange, [[asked[part] for part in parts] for parts in held], owned)
         wholes: dict[str, Tensor] = {}
         for part, value in received.items():
-            whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=of.dtype, device=self._device))
+            whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=exchange.dtype, device=self._device))
             whole[part.place] = value
         results = {name: function(whole) for name, whole in wholes.items()}
-        return self._swap(of, [[results[part.name][part.place] for part in parts] for parts in owned], held)
+        return self._swap(exchange, [[results[part.name][part.place] for part in parts] for parts in owned], held)
 
-    def _swap(self, of: _Exchange, sent: list[list[Tensor]], awaited: list[list[_Part]]) -> dict[_Part, Tensor]:
+    def _swap(self, exchange: _Exchange, sent: list[list[Tensor]], awaited: list[list[_Part]]) -> dict[_Part, Tensor]:
         """Send each rank its tensors, and receive the parts that each rank sends here. Collective over the group."""
-        flat = [tensor.to(self._device, of.dtype).reshape(-1) for tensors in sent for tensor in tensors]
-        given = torch.cat(flat) if flat else torch.empty(0, dtype=of.dtype, device=self._device)
+        flat = [tensor.to(self._device, exchange.dtype).reshape(-1) for tensors in sent for tensor in tensors]
+        given = torch.cat(flat) if flat else torch.empty(0, dtype=exchange.dtype, device=self._device)
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         counts = [sum(prod(part.shape) for part in parts) for parts in awaited]
-        taken = torch.empty(sum(counts), dtype=of.dtype, device=self._device)
-        dist.all_to_all_single(taken, given, counts, sizes, group=of.group)
+        taken = torch.empty(sum(counts), dtype=exchange.dtype, device=self._device)
+        dist.all_to_all_single(taken, given, counts, sizes, group=exchange.group)
         parts = [part for parts in awaited for part in parts]
         pieces = torch.split(taken, [prod(part.shape) for part in parts])
         return {part: piece.view(part.shape) for part, piece in zip(parts, pieces, strict=True)}
@@ -118,9 +118,9 @@ class OwnedTensors(WholeTensors):
             everyone = [[_part_from(fields) for fields in of_rank] for of_rank in of_ranks]
             owners, me = _owners(everyone), group.rank()
             for dtype in sorted({part.dtype for of_rank in everyone for part in of_rank}):
-                mine = [part for part in everyone[me] if part.dtype == dtype]
-                held = [[part for part in mine if owners[part.name] == rank] for rank in range(group.size())]
-                owned = [[one for one in of if one.dtype == dtype and owners[one.name] == me] for of in everyone]
+                alike = [[part for part in of_rank if part.dtype == dtype] for of_rank in everyone]
+                held = [[part for part in alike[me] if owners[part.name] == rank] for rank in range(group.size())]
+                owned = [[part for part in of_rank if owners[part.name] == me] for of_rank in alike]
                 exchanges.append(_Exchange(group, getattr(torch, dtype), held, owned))
         return exchanges
 
@@ -130,9 +130,9 @@ def _part_of(piece: Piece) -> _Part:
     return _Part(piece.name, tuple(piece.shape), tuple(piece.offsets), tuple(piece.tensor.shape), dtype, piece.axes)
 
 
-def _part_from(fields: Sequence[object]) -> _Part:
+def _part_from(fields: Sequence[Any]) -> _Part:
     name, whole, offsets, shape, dtype, axes = fields
-    return _Part(name, tuple(whole), tuple(offsets), tuple(shape), dtype, tuple(axes))  # type: ignore[arg-type]
+    return _Part(name, tuple(whole), tuple(offsets), tuple(shape), dtype, tuple(axes))
 
 
 def _owners(parts: Sequence[Sequence[_Part]]) -> dict[str, int]:

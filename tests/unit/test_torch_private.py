@@ -34,7 +34,7 @@ HOMES = [
 
 
 def param_group() -> Any:
-    """What fully_shard makes for each unit, without parameters."""
+    """A group of parameters as fully_shard makes it for each unit, here empty."""
     policies = MixedPrecisionPolicy(), OffloadPolicy()
     return _fsdp_param_group.FSDPParamGroup([], (), Any, None, torch.device("cpu"), None, *policies)
 
