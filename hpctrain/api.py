@@ -117,7 +117,7 @@ from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
 from hpctrain.model.gradients.residual import Residual
 from hpctrain.model.parameters import named_tensors, tie, tied_parameters
-from hpctrain.model.traceless import without_trace
+from hpctrain.model.trials import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.hookspecs import hookimpl

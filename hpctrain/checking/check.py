@@ -28,8 +28,8 @@ from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_on_meta
 from hpctrain.model.mesh import Layout, layout_of, plan_of
-from hpctrain.model.optimizer_trial import refuse_hidden_state
 from hpctrain.model.parameters import build_optimizer
+from hpctrain.model.trials import refuse_hidden_state
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.entry_points import entry_points
 from hpctrain.plugins.registry import Registry, build_registry

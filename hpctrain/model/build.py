@@ -17,14 +17,16 @@ from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.batch_norm import synchronize_batch_norms
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.outline import (
+from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameters
+from hpctrain.model.refusals import (
     Outline,
     refuse_blocks,
+    refuse_embeddings,
     refuse_other_model,
     refuse_own_parameters,
+    refuse_unsaved_buffers,
+    refuse_untrained,
 )
-from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameters
-from hpctrain.model.refusals import refuse_embeddings, refuse_unsaved_buffers, refuse_untrained
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

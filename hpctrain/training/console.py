@@ -13,8 +13,7 @@ from typing import Any, TextIO
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.training.progress import BestSoFar
-from hpctrain.training.words import duration, slowest_rank
+from hpctrain.training.progress import BestSoFar, duration, slowest_rank
 
 LOG = logging.getLogger("hpctrain")
 

@@ -16,7 +16,7 @@ from hpctrain.contracts.metric import RunningMetric
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.model.traceless import without_trace
+from hpctrain.model.trials import without_trace
 from hpctrain.plugins.blame import is_communication
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.evaluation import add_measured, refuse_unmeasured, show

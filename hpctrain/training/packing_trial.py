@@ -17,7 +17,7 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.shapes import Packing, Padding, make_collation, ranks_of_a_sample
-from hpctrain.model.traceless import without_trace
+from hpctrain.model.trials import without_trace
 from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.look import kept_weights

@@ -30,16 +30,15 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.gradients.reducer import GradientReducer
-from hpctrain.model.loss_trial import try_loss
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.optimizer_trial import refuse_hidden_state, updates_parts_alike
 from hpctrain.model.parameters import build_optimizer, has_modes, parameter_groups
-from hpctrain.model.pieces import refuse_holes
+from hpctrain.model.refusals import refuse_holes
+from hpctrain.model.trials import refuse_hidden_state, try_loss, updates_parts_alike
 from hpctrain.model.whole import OwnedTensors
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.training.guard.judging import Guard
-from hpctrain.training.guard.routes import parted
+from hpctrain.training.guard.replicas import parted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner

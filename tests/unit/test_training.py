@@ -24,9 +24,9 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
-from hpctrain.model.optimizer_trial import updates_parts_alike
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.refusals import refuse_embeddings
+from hpctrain.model.trials import updates_parts_alike
 from hpctrain.plugins.registry import build_registry
 from hpctrain.training import starts
 

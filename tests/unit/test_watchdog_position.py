@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.ranks.watchdog.position import Position
 from hpctrain.ranks.watchdog.status import Beat
-from hpctrain.training.guard.routes import parted
+from hpctrain.training.guard.replicas import parted
 
 STEP = ("data", "forward", "backward", "sums of gradients", "optimizer")
 

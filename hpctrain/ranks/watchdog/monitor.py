@@ -20,11 +20,10 @@ from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.mpi.errors import OperationMismatchError, name_ranks
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
-from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.stacks import failed_line
-from hpctrain.ranks.watchdog.status import Beat, RankStatus, beat_of
+from hpctrain.ranks.watchdog.status import Beat, RankStatus, Silent, beat_of, sentences
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 
 LOG = logging.getLogger("hpctrain")

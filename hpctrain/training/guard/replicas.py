@@ -1,10 +1,13 @@
-"""Compares the parameters of ranks that hold the same ones. Code that does other things on each rank makes them differ, and silent
-data corruption does."""
+"""Compares the parameters of ranks that hold the same ones, and the blocks that ranks ran whose parameters they gather together.
+
+Code that does other things on each rank makes them differ; silent data corruption, too, makes parameters differ."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor, nn
@@ -113,3 +116,24 @@ def _sum_of(words: Tensor) -> Tensor:
     order of a sum of integers does not matter. SplitMix64 (Steele et al., 2014) makes numbers without a pattern so."""
     mixed = torch.arange(len(words), device=words.device) * -7046029254386353131  # 2^64 divided by the golden ratio
     return (words * (((mixed ^ (mixed >> 31)) * -4658895280553007687) | 1)).sum()
+
+
+def parted(ran: Mapping[int, Sequence[str]]) -> str | None:
+    """A sentence if ranks ran different blocks of a model, as with LayerDrop; None where one is only further than another.
+
+    ran: `ShardedModel.ran` by rank.
+    """
+    first, *others = sorted(ran)
+    pairs = [(rank, pair) for rank in others for pair in zip(ran[first], ran[rank], strict=False) if pair[0] != pair[1]]
+    if not pairs:
+        return None
+    counts = {rank: Counter(filter(None, names)) for rank, names in ran.items()}
+    most = reduce(or_, counts.values())
+    lacking = {rank: ", ".join(sorted({*(most - one)})[:SHOWN]) for rank, one in counts.items()}
+    told = [f"rank {rank} left out {names}" for rank, names in lacking.items() if names]
+    rank, (one, another) = pairs[0]
+    told = told[:SHOWN] or [f"rank {first} ran {one} where rank {rank} ran {another}"]
+    return (
+        f"ranks ran different blocks of the model ({'; '.join(told)}), whose parameters they gather together; expected the same on "
+        "all: let ranks draw alike what decides (LayerDrop: a generator with one seed), or use [sharding] stage 2"
+    )

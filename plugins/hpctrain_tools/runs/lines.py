@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hpctrain.base.errors import escaped
-from hpctrain.training.words import duration
+from hpctrain.training.progress import duration
 from hpctrain_tools.runs import figures
 from hpctrain_tools.runs.room import Line, Room
 from hpctrain_tools.runs.rows import Step

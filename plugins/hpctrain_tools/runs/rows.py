@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from hpctrain.training.words import slowest_rank
+from hpctrain.training.progress import slowest_rank
 
 MOST = 2**63
 """More than any count of a run; a crafted file may hold any number."""

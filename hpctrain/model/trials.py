@@ -1,0 +1,174 @@
+"""Trials before the first step: of the user's loss on the first outputs, of an optimizer on a few random numbers; and a context
+whose forwards leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.devices import forked_random_state
+from hpctrain.base.torch_private import buffers_of
+from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
+from hpctrain.contracts.optimization import Optimizer
+from hpctrain.contracts.plugin import broken
+from hpctrain.plugins.user_code.model import UserModel
+
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+# elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations
+_MANY = 2**24
+# relative; in 16 bits, numbers are within a hundredth
+_OF_A_SUM = 0.05
+_LR = 0.01
+# relative to the largest change; rounding errors are below a thousandth of it
+_TOLERANCE = 1e-3
+# the types of attributes that a forward may set
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) -> str:
+    """A sentence on a user's loss that is a sum where a mean is due: two equal samples have four times the loss of one.
+
+    "" where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as often,
+    since it may communicate.
+    """
+    rows = {len(one) if one.dim() else 0 for one in (*_tensors(outputs), *_tensors(batch))}
+    if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
+        return ""
+    if sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
+        return ""
+    try:
+        tried = spec.apart()
+        once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
+        with torch.no_grad(), forked_random_state(device):
+            single, double = (_by_name(trained_loss(tried.loss(*one))) for one in (once, twice))
+    except Exception:  # a loss may need outputs of a kind, or all rows
+        return ""
+    for name, value in single.items():
+        if abs(value) > 1e-6 and abs(double[name] - 4 * value) <= _OF_A_SUM * abs(value):
+            told = f"{value:.4g} for a sample, {double[name] / 2:.4g} for it twice"
+            return (
+                f"the loss{name} of {spec.name} grows with the number of samples ({told}): gradients change with [batch] "
+                "micro_size and the ranks; a mean over the micro batch, or a loss for each row, does not"
+            )
+    return ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in plain dicts, lists and tuples; one without rows stands for anything else."""
+    if type(value) in (Tensor, nn.Parameter):
+        return [value]
+    inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [torch.empty(())]
+    return [tensor for one in inner for tensor in _tensors(one)] if type(value) in (dict, list, tuple) else list(inner)
+
+
+def _repeated(value: Any, count: int) -> Any:
+    """The first row of each tensor, `count` times."""
+    if isinstance(value, Tensor):
+        return torch.cat([value.detach()[:1]] * count)
+    if isinstance(value, dict):
+        return {key: _repeated(one, count) for key, one in value.items()}
+    return type(value)(_repeated(one, count) for one in value)
+
+
+def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:
+    named = {f" {name!r}": one for name, one in loss.items()} if isinstance(loss, Mapping) else {"": loss}
+    return {name: float(one) for name, one in named.items()}
+
+
+def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:
+    """Raises ContractError for an optimizer that keeps state where no checkpoint finds it; does nothing if the trial fails."""
+    values, *gradients = _random(4)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            same = _goes_on_alike(build, values, gradients)
+    except Exception:  # a third party's optimizer may need a GPU, or other shapes
+        return
+    if not same:
+        found = "makes another step after its state and its groups' numbers were put into a new optimizer"
+        raise broken(plugin, found, "everything that lasts from step to step in `state` or in the groups")
+
+
+def updates_parts_alike(build: Build) -> bool:
+    """Whether an optimizer changes half of a matrix as it changes that half within the whole, in two steps on random values.
+
+    An optimizer that reads the whole matrix (Muon, LAMB) gives another result on each layout. If the trial itself fails, or
+    compares random numbers, the answer is True.
+    """
+    values, *gradients = _random(3)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            whole, halves = (_changes(build, values, gradients, count) for count in (1, 2))
+            draws = not torch.equal(before, torch.get_rng_state())
+    except Exception:  # a third party's optimizer may need a GPU, or other shapes
+        return True
+    return draws or bool((whole - halves).abs().max() <= _TOLERANCE * whole.abs().max())
+
+
+def _random(count: int) -> Tensor:
+    """(count, 8, 6)"""
+    return 0.1 * torch.randn(count, 8, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+
+
+def _changes(build: Build, values: Tensor, gradients: list[Tensor], count: int) -> Tensor:
+    """The change after some steps of a matrix that is split into `count` parameters."""
+    parts = [nn.Parameter(part.clone()) for part in values.chunk(count)]
+    optimizer = build([{"params": parts, "lr": _LR}])
+    for gradient in gradients:
+        for part, share in zip(parts, gradient.chunk(count), strict=True):
+            part.grad = share.clone()
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts]) - values
+
+
+def _goes_on_alike(build: Build, values: Tensor, gradients: list[Tensor]) -> bool:
+    """Whether a new optimizer with the state of another one makes the same step."""
+    first = nn.Parameter(values.clone())
+    optimizer = build([{"params": [first], "lr": _LR}])
+    for gradient in gradients[:-1]:
+        first.grad = gradient.clone()
+        optimizer.step()
+    second = nn.Parameter(first.detach().clone())
+    other = build([{"params": [second], "lr": _LR}])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = first.detach().clone()
+    for parameter, one in ((first, optimizer), (second, other)):
+        parameter.grad = gradients[-1].clone()
+        torch.default_generator.manual_seed(0)  # as a run seeds what a step draws
+        one.step()
+    difference, change = (first - second).abs().max(), (first - before).abs().max()
+    overflows = not change.isfinite()  # with a weight decay of 1e16, say: such numbers tell nothing
+    return overflows or bool(difference <= _TOLERANCE * change)
+
+
+@contextmanager
+def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Undo the changes of the block's forwards to buffers, plain attributes of modules (mode, counters, flags) and random state.
+
+    Attributes that the block adds, and changes inside of lists and other objects, stay.
+    """
+    inner = list(module.modules())
+    kept = [(buffers, dict(buffers)) for buffers in map(buffers_of, inner) if buffers]
+    plain = [(vars(one), {key: value for key, value in vars(one).items() if type(value) in _PLAIN}) for one in inner]
+    for buffers, before in kept:
+        buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with forked_random_state(device):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        for buffers, before in kept:
+            buffers.clear()
+            buffers.update(before)
+        for attributes, values in plain:
+            attributes.update(values)
