@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -121,21 +120,6 @@ def begin_peak(device: torch.device) -> None:
     """The next peak of an accelerator's memory is one from here on."""
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
-
-
-def device_load(device: torch.device) -> tuple[float, float] | None:
-    """The share of the last moment in which an accelerator computed, and the watts that it takes, NaN if unknown; None for the CPU
-    and where torch, or the vendor's library that it asks, can't tell."""
-    if not is_accelerator(device):
-        return None
-    module: Any = torch.get_device_module(device)
-    try:
-        drawn = module.power_draw(device) / (
-            1 if torch.version.hip else 1000
-        )  # AMD's library tells watts, 0 where it can't
-        return module.utilization(device) / 100, drawn or math.nan
-    except Exception:  # each vendor's library raises its own
-        return None
 
 
 def memory_left(device: torch.device) -> tuple[int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import time
@@ -23,12 +22,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_BETWEEN_DRAWS = 0.2
 # the weight of a step in the mean step time
 _WEIGHT = 0.1
-# the first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch
-_KEPT = 3
 # columns; parts of the line are left out until there are as many
 _NARROWEST_BAR = 8
-# of a terminal, by the first word of a part of the line, or what it is
-_COLOURS = {"loss": "36", "best": "35", "skipped": "1;33", "step": "1", "done": "32", "left": "2", "elapsed": "2"}
 
 
 class Console:
@@ -92,19 +87,14 @@ class Console:
 
     def _draw(self, row: Mapping[str, Any], steps: int, words: Sequence[str], elapsed: str, eta: str) -> None:
         """Draw one line in place of the last bar; what has no room is left out, the last words first."""
-        begin, shown, times = f"{row['step']}/{steps}", list(words), f"elapsed {elapsed}  ETA {eta}"
+        begin, shown, times = f"{row['step']}/{steps}", list(words), f"{elapsed}  ETA {eta}"
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap on some terminals
         while shown and len("  ".join([begin, *shown, times])) + 2 + _NARROWEST_BAR > width:
-            if len(shown) == _KEPT and times.startswith("elapsed"):
-                times = f"{elapsed}  ETA {eta}"
-            else:
-                shown.pop()
+            shown.pop()
         room = max(0, width - len("  ".join([begin, *shown, times])) - 2)
         done = room * row["step"] // steps
-        mark = _mark(own(sys.stdout))
-        bar = _coloured(mark * done, "done") + _coloured(mark * (room - done), "left")
-        told = [_coloured(one, one.split()[0]) for one in shown]
-        line = "  ".join([_coloured(begin, "step"), bar, *told, _coloured(times, "elapsed")])
+        bar = _mark(own(sys.stdout)) * done
+        line = "  ".join([begin, f"{bar:<{room}}", *shown, times])
         Labelled.bar = self._bar = line
         put(CLEAR_LINE + self._bar, own(sys.stdout))
 
@@ -129,11 +119,6 @@ def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]
         *([remark] if remark else []),
         *([slowest] if (slowest := slowest_rank(row)) else []),
     ]
-
-
-def _coloured(text: str, kind: str) -> str:
-    colour = None if "NO_COLOR" in os.environ else _COLOURS.get(kind)
-    return text if colour is None else f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def _mark(file: TextIO | None) -> str:

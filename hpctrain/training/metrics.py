@@ -59,13 +59,6 @@ class MeasuredRow:
     `rank_mean`: of an accelerator the peak since the row before, what tensors take now, what torch holds, and of that what it can't
     use because tensors split it; the process's memory now. On CPUs `memory_bytes` is the process's peak so far."""
 
-    utilization: Mapping[str, float]
-    """The share of the time in which accelerators computed, `rank_max` and `rank_mean`, asked of the vendor's library once a
-    second; absent without it."""
-
-    watts: Mapping[str, float]
-    """The power of an accelerator, as above."""
-
     def as_dict(self) -> dict[str, Any]:
         """The keys of the row."""
         found: dict[str, Any] = {
@@ -74,8 +67,6 @@ class MeasuredRow:
             "model_flops_per_second": self.model_flops_per_second,
             "mfu": self.mfu,
             **{f"{kind}_bytes": dict(values) for kind, values in self.memory.items()},
-            "utilization": dict(self.utilization),
-            "watts": dict(self.watts),
         }
         return {key: value for key, value in found.items() if value not in (None, {})}
 

@@ -73,5 +73,4 @@ class Session:
         self.feed.close()
         for model in self.models:
             model.sums.close()
-        self.meters.close()
         self.report.close()

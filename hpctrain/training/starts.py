@@ -10,7 +10,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -127,21 +126,13 @@ def _versions() -> dict[str, str]:
 
 
 def _git(directory: Path) -> Mapping[str, Any] | None:
-    """The commit of the directory, and whether tracked files differ from it (None if that takes too long); None outside of a
-    repository. All ranks wait for it, so it has `_GIT_SECONDS`: a file system that does not answer holds only a thread."""
-    found: dict[str, Any] = {}
-    asking = threading.Thread(target=_ask_git, args=(directory, found), name="git", daemon=True)
-    asking.start()
-    asking.join(_GIT_SECONDS)
-    return {"commit": found["commit"], "changed": found.get("changed")} if "commit" in found else None
-
-
-def _ask_git(directory: Path, found: dict[str, Any]) -> None:
-    """Put the answers into `found`, one after the other."""
+    """The commit of the directory, and whether tracked files differ from it (None if that takes too long, since all ranks wait for
+    it); None outside of a repository."""
     # No locks, and no file system monitor, which would stay. Git itself refuses a repository of another user, whose settings
     # may name programs, such as filters.
     words = ["git", "-C", str(directory), "-c", "core.fsmonitor=false"]
     environment, until = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, time.monotonic() + _GIT_SECONDS
+    found: dict[str, Any] | None = None
 
     def answer(*more: str) -> str:
         done = subprocess.run(
@@ -151,5 +142,6 @@ def _ask_git(directory: Path, found: dict[str, Any]) -> None:
         return done.stdout.strip()
 
     with suppress(OSError, subprocess.SubprocessError):
-        found["commit"] = answer("rev-parse", "HEAD")
+        found = {"commit": answer("rev-parse", "HEAD"), "changed": None}
         found["changed"] = bool(answer("status", "--porcelain", "--untracked-files=no"))
+    return found

@@ -52,7 +52,7 @@ def test_importing_it_takes_torch_only() -> None:
 
 def test_plugins_get_what_they_need() -> None:
     inside = {
-        "deterministic_cudnn", "device_load", "is_started", "memory_left", "nccl_version",
+        "deterministic_cudnn", "is_started", "memory_left", "nccl_version",
         "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "draws_state", "seed_draws",
         "unusable_accelerator", "use_device",
     }  # fmt: skip

@@ -1,9 +1,8 @@
-"""The meters of a rank, and the part of a step's row that they give: where its time goes, operations, memory, load, traffic."""
+"""The meters of a rank, and the part of a step's row that they give: where its time goes, operations, memory, traffic."""
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.accounting import OperationStatistics, statistics
-from hpctrain.base.devices import device_load, device_name, is_accelerator
+from hpctrain.base.devices import device_name, is_accelerator
 from hpctrain.base.flops import CountedFlops
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
@@ -27,8 +26,6 @@ from hpctrain.training.metrics import MeasuredRow, OwnRow
 
 # seconds after which the resident memory is looked up again
 _PACE = 0.5
-# time between two questions, each of which takes milliseconds
-_ASKED_EVERY = 1.0
 # the names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them
 _WORLD, _OTHER = "world", "other"
 # the operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
@@ -41,14 +38,13 @@ class MeterFigures:
     """A rank's figures of a step.
 
     times, own_times: by PARTS; its own are without waits for other ranks, and "data" is all loading, ahead of the step or not.
-    operations: floating-point ones. memory: by KINDS. load: of DeviceLoad.
+    operations: floating-point ones. memory: by KINDS.
     """
 
     times: Sequence[float] = ()
     own_times: Sequence[float] = ()
     operations: float = 0.0
     memory: Sequence[float] = ()
-    load: Sequence[float] = ()
 
 
 class Meters:
@@ -67,7 +63,7 @@ class Meters:
         """nodes: of each rank. groups: by the names of their axes. copies, countable, is_forward: of ModelFlops."""
         self.clock, self._device, self._ranks = Clock(device), device, len(nodes)
         self._stragglers, self._flops = Stragglers(nodes), ModelFlops(copies, countable, is_forward)
-        self._load, self._traffic = DeviceLoad(device), Traffic(groups)
+        self._traffic = Traffic(groups)
         self._peak = peak_flops(device, precision)
         self._resident, self._looked = 0, -math.inf
 
@@ -82,8 +78,7 @@ class Meters:
         operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
             self._resident, self._looked = resident_bytes(), time.monotonic()
-        memory = memory_since(self._device, self._resident)
-        return MeterFigures(times, own_times, operations, memory, self._load.take())
+        return MeterFigures(times, own_times, operations, memory_since(self._device, self._resident))
 
     def row(self, ranks: Sequence[MeterFigures], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow
@@ -94,34 +89,21 @@ class Meters:
         if news is not None:
             tell(news)
         flops = sum(one.operations for one in ranks) / seconds
-        utilization, watts = (_over_ranks([one.load[place] for one in ranks]) for place in (0, 1))
         return MeasuredRow(
             seconds=dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),
             straggler=None if slow is None else slow.as_dict(),
             model_flops_per_second=flops or None,
             mfu=flops / (self._peak * self._ranks) if self._peak is not None and flops else None,
             memory={
-                kind: {name: int(one) for name, one in _over_ranks(values).items()}
+                kind: {"rank_max": int(max(values)), "rank_mean": int(fmean(values))}
                 for kind, values in zip(KINDS, zip(*(one.memory for one in ranks), strict=True), strict=True)
                 if any(values)
             },
-            utilization=utilization,
-            watts=watts,
         )
 
     def traffic(self) -> OwnRow:
         """This rank's tables of its communication since the last call."""
         return self._traffic.take()
-
-    def close(self) -> None:
-        """End the background thread."""
-        self._load.close()
-
-
-def _over_ranks(values: Sequence[float]) -> dict[str, float]:
-    """The largest and the mean of the known ones; empty if all are NaN."""
-    known = [one for one in values if not math.isnan(one)]
-    return {"rank_max": max(known), "rank_mean": fmean(known)} if known else {}
 
 
 class ModelFlops:
@@ -163,42 +145,6 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
     machine = machine_of_device(device_name(device)) if is_accelerator(device) else None
     dtype = str(precision.product_dtype(device)).removeprefix("torch.")
     return None if machine is None else peak_flops_of(machine["flops"], dtype, precision.name == "tf32")
-
-
-class DeviceLoad:
-    """Means since the last call of `take`. Without an accelerator, or the library that torch asks, there are none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._seen: list[tuple[float, float]] = []
-        self._last = (math.nan, math.nan)
-        self._thread: threading.Thread | None = None
-        if device_load(device) is not None:
-            self._thread = threading.Thread(target=self._ask, name="device load", daemon=True)
-            self._thread.start()
-
-    def take(self) -> list[float]:
-        """The share of the time in which the accelerator computed, and watts; NaN for unknown ones."""
-        with self._lock:
-            seen, self._seen = self._seen, []
-        if seen:
-            self._last = fmean(one for one, _ in seen), fmean(one for _, one in seen)
-        return list(self._last)
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _ask(self) -> None:
-        while not self._closed.wait(_ASKED_EVERY):
-            found = device_load(self._device)
-            if found is None:
-                return
-            with self._lock:
-                self._seen.append(found)
 
 
 class Traffic:
