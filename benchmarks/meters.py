@@ -49,7 +49,7 @@ class Turns:
 
         def row(meters: Meters, *arguments: Any) -> MeasuredRow:
             begin = time.perf_counter()
-            found = turns._row(meters, *arguments) if turns.is_on else MeasuredRow({}, None, None, None, {}, {}, {})
+            found = turns._row(meters, *arguments) if turns.is_on else MeasuredRow({}, None, None, None, {})
             turns.own[-1] += time.perf_counter() - begin
             return found
 

@@ -14,7 +14,6 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
-from hpctrain.model.batch_norm import refuse_batch_norms
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained
 from hpctrain.plugins.user_code import is_reference
@@ -95,6 +94,8 @@ def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, plan.data_ranks or 1)
     if job.model.sync_batch_norm:
+        from hpctrain.model.batch_norm import refuse_batch_norms
+
         with _problem_at(("model", "sync_batch_norm"), problems):
             refuse_batch_norms(module, parts.model.name)
     trained = [parameter for parameter, _ in module.named_parameters()]

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from hpctrain.base.errors import CheckpointError, UsageError
-from hpctrain.checkpoint.directory import CheckpointDirectory
+from hpctrain.checkpoint.directory import CheckpointDirectory, behind_name
+from hpctrain.checkpoint.state import SOURCE
 from hpctrain.contracts.checkpoint import CheckpointFormat
 
 
@@ -41,6 +42,18 @@ def hint_of(path: Path) -> str:
 def recognize(path: Path, formats: Iterable[CheckpointFormat]) -> CheckpointFormat | None:
     """The first of `formats` that recognizes the directory `path`."""
     return next((one for one in formats if one.recognizes(path)), None) if path.is_dir() else None
+
+
+def refuse_other_source(path: Path, formats: Sequence[CheckpointFormat], source: str) -> None:
+    """Raises CheckpointError for a checkpoint that was saved beside other given values than those of `source`."""
+    path = behind_name(path)
+    format = recognize(path, formats)
+    saved = format.read_values(path).get(SOURCE, "") if format is not None else ""
+    if saved and saved != source:
+        raise CheckpointError(
+            f"{path} was saved without the model's frozen values, which were others than now (fingerprint {saved}, found "
+            f"{source or 'none'}): give the model the files, the configuration and the seed that it had then"
+        )
 
 
 def root_of(run: Path) -> CheckpointDirectory | None:

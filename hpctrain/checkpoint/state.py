@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
-from hpctrain.checkpoint.weights import MODEL
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.parameters import named_tensors
 
+MODEL = "model/"
+"""The prefix of the model's parameters in hpctrain's checkpoints."""
+PLUGIN = "plugin/"
+"""The prefix of the state of plugins (PluginState). Optional in a checkpoint: a run can do without it."""
+SOURCE = "source"
+"""The key of a checkpoint's value that says where the values came from that it leaves out."""
+TIED = "tied"
+"""The key of a checkpoint's value that lists the names of each tied parameter, the stored name first."""
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 """The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""

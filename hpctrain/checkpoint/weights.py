@@ -14,21 +14,13 @@ import torch.distributed as dist
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.finding import find_checkpoint, memory_for, recognize
+from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
+from hpctrain.checkpoint.state import MODEL, PLUGIN, TIED
 from hpctrain.checkpoint.torch_files import open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of, together
-
-MODEL = "model/"
-"""The prefix of the model's parameters in hpctrain's checkpoints."""
-PLUGIN = "plugin/"
-"""The prefix of the state of plugins (PluginState). Optional in a checkpoint: a run can do without it."""
-SOURCE = "source"
-"""The key of a checkpoint's value that says where the values came from that it leaves out."""
-TIED = "tied"
-"""The key of a checkpoint's value that lists the names of each tied parameter, the stored name first."""
 
 
 class OtherModelError(CheckpointError):
@@ -76,18 +68,6 @@ def load_weights(
         return [*source.remarks, *left]
     except OSError as error:
         raise CheckpointError(f"the weights in {path} can't be read: {reason(error)}") from error
-
-
-def refuse_other_source(path: Path, formats: Sequence[CheckpointFormat], source: str) -> None:
-    """Raises CheckpointError for a checkpoint that was saved beside other given values than those of `source`."""
-    path = behind_name(path)
-    format = recognize(path, formats)
-    saved = format.read_values(path).get(SOURCE, "") if format is not None else ""
-    if saved and saved != source:
-        raise CheckpointError(
-            f"{path} was saved without the model's frozen values, which were others than now (fingerprint {saved}, found "
-            f"{source or 'none'}): give the model the files, the configuration and the seed that it had then"
-        )
 
 
 def _shapes(source: WeightsSource) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,6 @@ from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete
 from hpctrain.training.guard.judging import StepFigures
 from hpctrain.training.metrics import Figure
-from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.rank import say_goodbye
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.start import Start
@@ -106,7 +105,10 @@ class OwnSteps(Steps):
         start_hooks(session)
         session.hooks.position.move(BETWEEN)
         end_if_asked(session)
-        try_packing(session)
+        if session.job.batch.packing:
+            from hpctrain.training.packing_trial import try_packing
+
+            try_packing(session)
         self.begin()
         while not session.progress.done and not self.stopped:
             for one in self._trained.values():

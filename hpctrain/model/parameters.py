@@ -18,7 +18,8 @@ from hpctrain.model.refusals import has_dims, refuse_unmatched
 
 __all__ = ["build_optimizer", "parameter_groups"]
 
-_EACH_WHOLE = WholeTensors()
+EACH_WHOLE = WholeTensors()
+"""The parameters of an optimizer as they are."""
 
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -98,7 +99,7 @@ def parameter_groups(
 
 
 def build_optimizer(
-    plugin: Optimizer, groups: Sequence[dict[str, Any]], whole: WholeTensors = _EACH_WHOLE
+    plugin: Optimizer, groups: Sequence[dict[str, Any]], whole: WholeTensors = EACH_WHOLE
 ) -> torch.optim.Optimizer:
     """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
 

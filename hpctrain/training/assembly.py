@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,6 @@ from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
-from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
@@ -20,7 +20,6 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.look import is_compiled
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
@@ -30,6 +29,9 @@ from hpctrain.training.saving import open_store
 from hpctrain.training.session import Session
 from hpctrain.training.start import Start
 from hpctrain.training.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from hpctrain.training.guard.replicas import Replicas
 
 
 def assemble(start: Start) -> Session:
@@ -85,10 +87,15 @@ def complete(
         is_forward=lambda: hooks.position.phase.startswith("forward"),
     )  # fmt: skip
     further = further or {}
-    replicas = [
-        Replicas(one.module, one.meshes, identity, its_name)
-        for its_name, one in [(name, model), *further.items()] if not one.parts.sharding.ranks_diverge
-    ]  # fmt: skip
+    replicas: list[Replicas] = []
+    if identity.size > 1:
+        from hpctrain.training.guard.replicas import Replicas
+
+        of_names = [(name, model), *further.items()]
+        replicas = [
+            Replicas(one.module, one.meshes, identity, its_name)
+            for its_name, one in of_names if not one.parts.sharding.ranks_diverge
+        ]  # fmt: skip
     told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
     session = Session(
         job, parts, identity, device, layout, hooks, report, model, feed,
@@ -110,9 +117,12 @@ def complete(
         report.say(f"resuming     from step {progress.step} ({session.newest})")
         for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
             report.say(f"schedule     {sentence}")
-    if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
-        report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; [model] "
-                   "sync_batch_norm = true takes those of all ranks")  # fmt: skip
+    if layout.data_ranks > 1 and not job.model.sync_batch_norm:
+        from hpctrain.model.batch_norm import has_batch_norms
+
+        if has_batch_norms(model.module):
+            report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; "
+                       "[model] sync_batch_norm = true takes those of all ranks")  # fmt: skip
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
 

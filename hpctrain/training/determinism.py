@@ -21,14 +21,11 @@ _ACCEPTED: Mapping[str, tuple[str, ...]] = {
 
 
 @contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
-    """Let torch, cuBLAS and NCCL take deterministic algorithms in this context, if asked. Afterwards all is as before.
+def deterministic() -> Iterator[None]:
+    """Let torch, cuBLAS and NCCL take deterministic algorithms in this context. Afterwards all is as before.
 
     torch raises RuntimeError for an operation that has none. EnvironmentUnfitError names a variable that prevents it.
     """
-    if not asked:
-        yield
-        return
     for name, accepted in _ACCEPTED.items():
         found = os.environ.get(name, accepted[0])
         if found not in accepted:

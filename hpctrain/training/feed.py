@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,9 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
-from hpctrain.training.stream_places import StreamPlaces
+
+if TYPE_CHECKING:
+    from hpctrain.training.stream_places import StreamPlaces
 
 # the most ranks that a message about different data names
 _SHOWN = 4
@@ -61,8 +63,11 @@ class Feed:
         self._lengths, self._validation_lengths = data.lengths, data.validation_lengths
         self._pools: dict[Split, Pool] = {}
         self._loader: Loader | None = None
-        stream = self._training if isinstance(self._training, Stream) else None
-        self._places = None if stream is None else StreamPlaces(stream, rank, ranks, workers_of(job, stream))
+        self._places: StreamPlaces | None = None
+        if isinstance(self._training, Stream):
+            from hpctrain.training.stream_places import StreamPlaces
+
+            self._places = StreamPlaces(self._training, rank, ranks, workers_of(job, self._training))
 
     def _refuse_differences(self, node: str) -> None:
         everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))

@@ -15,7 +15,8 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.weights import load_weights, refuse_other_source
+from hpctrain.checkpoint.finding import refuse_other_source
+from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job

@@ -16,7 +16,6 @@ from hpctrain.training.figures import figures_of_update
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.look import is_compiled, look
 from hpctrain.training.metrics import EvaluationRow, gather_row
-from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
 from hpctrain.training.starts import first_step_seconds, note_first_step
@@ -35,7 +34,10 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     stops, steps = 0, Steps(session, stop)
     start_hooks(session)
     look(session)
-    try_packing(session)
+    if session.job.batch.packing:
+        from hpctrain.training.packing_trial import try_packing
+
+        try_packing(session)
     compiles = bool(sum_of(session.job.compile.enabled or is_compiled(session.model.module)))
     if compiles:
         stops = strongest(partial(too_late_to_compile, session))

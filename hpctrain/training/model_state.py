@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpctrain.base.errors import CheckpointError
 from hpctrain.checkpoint.state import (
     COMPRESSION,
+    PLUGIN,
     create_state,
     group_numbers,
     optimizer_numbers,
@@ -23,7 +24,6 @@ from hpctrain.checkpoint.state import (
     restore_quantized,
     state_pieces,
 )
-from hpctrain.checkpoint.weights import PLUGIN
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.training.trained_model import TrainedModel

@@ -42,7 +42,7 @@ def try_packing(session: Session) -> None:
     Raises ContractError for a model in which they differ. The training is as without the trial.
     """
     job, model = session.job, session.model
-    if not job.batch.packing or session.progress.done or not isinstance(model.spec, PaddedModel):
+    if session.progress.done or not isinstance(model.spec, PaddedModel):
         return
     trial = _rows(session)
     if trial is None:

@@ -11,12 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
-from hpctrain.checkpoint.state import (
-    COMPRESSION,
-    create_state,
-)
+from hpctrain.checkpoint.finding import refuse_other_source
+from hpctrain.checkpoint.state import COMPRESSION, PLUGIN, create_state
 from hpctrain.checkpoint.store import Restored
-from hpctrain.checkpoint.weights import PLUGIN, OtherModelError, refuse_other_source
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
@@ -113,6 +110,8 @@ def _begin_anew(session: Session) -> None:
     for one in session.models:
         one.optimizer = one.new_optimizer()  # drops the state that was created for a restore
     if table.weights is not None:
+        from hpctrain.checkpoint.weights import OtherModelError
+
         try:
             remarks = model.load(table.weights, world_group(), strict=table.weights_strict)
         except OtherModelError as error:

@@ -14,8 +14,8 @@ from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
 from hpctrain.checkpoint.directory import step_of
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
+from hpctrain.checkpoint.state import SOURCE, TIED
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.weights import SOURCE, TIED
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,13 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
-from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from hpctrain.training.guard.replicas import Replicas
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.monitor import watched
 from hpctrain.ranks.watchdog.queries import Queries
-from hpctrain.training.determinism import deterministic
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
 
@@ -166,7 +165,10 @@ def take_directory(start: Start) -> None:
 def communicate(start: Start) -> None:
     """Take this rank's device and cores, set torch.distributed up, and prepare the hooks."""
     job, world, undo = start.checked.job, start.world, start.undo
-    undo.enter_context(deterministic(job.job.deterministic))
+    if job.job.deterministic:
+        from hpctrain.training.determinism import deterministic
+
+        undo.enter_context(deterministic())
     undo.enter_context(_retold(start))
     start.checked, card = _with_communicator(world, start.checked)
     communicator = start.checked.parts.communicator

@@ -22,7 +22,6 @@ from hpctrain.data.loader import Loader
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.figures import RankFigures
-from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples
 from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
 from hpctrain.training.metrics import Figure, Moment, OwnRow, StepRow
 from hpctrain.training.restoring import roll_back
@@ -205,6 +204,8 @@ class Steps:
     def _act(self, model: TrainedModel, verdict: Verdict) -> bool:
         session, step, samples = self.session, verdict.figures.step, None
         if verdict.cause == "non_finite" and self._loader is not None:
+            from hpctrain.training.guard.first_nonfinite import nonfinite_samples
+
             samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
         why = _reasons(session, model, verdict, samples)
         if verdict.action in ("warn", "skip"):
@@ -225,6 +226,8 @@ def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: s
     """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
     if verdict.cause == "loss_spike":
         return verdict.said
+    from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
+
     clauses = [verdict.said, *([samples] if samples else [])]
     return "; ".join([*clauses, first_nonfinite(model, verdict.figures.losses, session.identity)])
 

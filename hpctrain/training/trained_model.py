@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from numbers import Real
 from pathlib import Path
@@ -19,10 +20,10 @@ from hpctrain.base.devices import draws_state, seed_draws
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import foreach_mul_
+from hpctrain.checkpoint.finding import refuse_other_source
 from hpctrain.checkpoint.state import group_options, model_pieces
-from hpctrain.checkpoint.weights import load_weights, refuse_other_source
 from hpctrain.contracts.model import Batch
-from hpctrain.contracts.optimization import MatrixOptimizer
+from hpctrain.contracts.optimization import MatrixOptimizer, WholeTensors
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import Runner, RunnerParts
@@ -31,14 +32,12 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.parameters import build_optimizer, has_modes, parameter_groups
+from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
 from hpctrain.model.refusals import refuse_holes
-from hpctrain.model.trials import refuse_hidden_state, try_loss, updates_parts_alike
-from hpctrain.model.whole import OwnedTensors
+from hpctrain.model.trials import Build, refuse_hidden_state, try_loss, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.training.guard.judging import Guard
-from hpctrain.training.guard.replicas import parted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner
@@ -132,10 +131,12 @@ class TrainedModel:
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
         self.mode = "train"
-        whole = OwnedTensors(self.sharded.pieces(), self.meshes, self.device)
-        return self.sharded.optimizer(
-            self._groups(self.pieces), lambda groups: build_optimizer(self.parts.optimizer, groups, whole)
-        )
+        build: Build = self._build
+        if isinstance(self.parts.optimizer, MatrixOptimizer):
+            from hpctrain.model.whole import OwnedTensors  # which no other optimizer needs
+
+            build = partial(self._build, whole=OwnedTensors(self.sharded.pieces(), self.meshes, self.device))
+        return self.sharded.optimizer(self._groups(self.pieces), build)
 
     def _switch(self, mode: str) -> None:
         """Let an optimizer that has modes change the pieces to those for training or for all else. Collective."""
@@ -175,8 +176,8 @@ class TrainedModel:
             )  # fmt: skip
         self.optimizer_begun = True
 
-    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return build_optimizer(self.parts.optimizer, groups)
+    def _build(self, groups: list[dict[str, Any]], whole: WholeTensors = EACH_WHOLE) -> torch.optim.Optimizer:
+        return build_optimizer(self.parts.optimizer, groups, whole)
 
     def _groups(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         return parameter_groups(pieces, self.shapes, self.parts.optimizer_groups)
@@ -196,6 +197,8 @@ class TrainedModel:
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
     ) -> list[str]:
         """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
+        from hpctrain.checkpoint.weights import load_weights  # few jobs take any
+
         share(group, lambda: refuse_other_source(weights, self.parts.formats, self.source()))
         pieces = model_pieces(self.module, self.pieces, self.shapes, self.given)
         told = load_weights(weights, self.parts.formats, pieces, group, self.tied, kept_by, strict)
@@ -271,6 +274,8 @@ class TrainedModel:
         """Raises TrainingError on all ranks if ranks that gather parameters together ran different blocks, of which they have had
         each other's parameters; forgets them. routes: of all ranks. Collective where they differ."""
         if len(set(routes)) > 1:
+            from hpctrain.training.guard.replicas import parted
+
             cut = {axis for piece in self.pieces for axis in piece.axes}
             copies = [axis for axis in self.meshes.data_axes if axis not in cut]
             place = [self.meshes.axis(axis).get_local_rank() for axis in copies]

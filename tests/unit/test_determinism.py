@@ -85,5 +85,5 @@ def test_a_variable_that_prevents_it_is_named(
     monkeypatch.setenv(name, value)
     before = settings()
     with pytest.raises(EnvironmentUnfitError, match=rf"\[job\] deterministic: the variable {name} is '{value}'"):
-        deterministic(True).__enter__()
+        deterministic().__enter__()
     assert settings() == before

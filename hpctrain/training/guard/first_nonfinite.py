@@ -15,10 +15,9 @@ from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.ranks.json_collectives import gather_values
+from hpctrain.training.guard.replicas import named_ranks
 
 LOG = logging.getLogger("hpctrain")
-SHOWN = 4
-"""The most ranks that a sentence names."""
 
 
 def first_nonfinite(model: LiveModel, losses: Sequence[float], identity: Identity) -> str:
@@ -68,12 +67,6 @@ def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Seq
         LOG.warning("the samples of the step cannot be looked at: %s", reason(error))
     first = min((one for one in gather_values(min(mine, default=None)) if one is not None), default=None)
     return None if first is None else f"{kind} {first} has nan"
-
-
-def named_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> str:
-    """ "rank 1 on n0, rank 2 on n1". nodes: of every rank of the world."""
-    shown = [f"rank {rank} on {nodes[rank]}" for rank in ranks[:SHOWN]]
-    return ", ".join([*shown, f"{len(ranks) - SHOWN} more"] if len(ranks) > SHOWN else shown)
 
 
 def _placed(model: LiveModel, name: str) -> str:

@@ -17,10 +17,10 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.training.guard.first_nonfinite import SHOWN, named_ranks
 from hpctrain.training.metrics import Figure
 
 _EVERY, _FIRST = 50, (2, 10)  # steps between two glances, and those of the first two
+_SHOWN = 4  # the most ranks that a sentence names
 _SLICE = 8  # elements of each parameter that a glance takes
 # integers by the bytes of an element; wider ones are words of 32 bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -97,9 +97,15 @@ def _sentence(everyone: Sequence[tuple[str, Sequence[int], Mapping[str, int]]]) 
         shown = ", ".join(f"rank {rank} on {nodes[rank]} has checksum {value:016x}" for rank, value in found.items())
         return f"the replicas of {name} differ{more}, and no value is in the majority: {shown}"
     wrong = [rank for rank, value in found.items() if value != right]
-    seen = ", ".join(f"{found[rank]:016x}" for rank in wrong[:SHOWN])
+    seen = ", ".join(f"{found[rank]:016x}" for rank in wrong[:_SHOWN])
     agreed = f"expected {right:016x} as on {most} replicas"
     return f"{named_ranks(wrong, nodes)}: found checksum {seen} of {name}{more}, {agreed}"
+
+
+def named_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> str:
+    """ "rank 1 on n0, rank 2 on n1". nodes: of every rank of the world."""
+    shown = [f"rank {rank} on {nodes[rank]}" for rank in ranks[:_SHOWN]]
+    return ", ".join([*shown, f"{len(ranks) - _SHOWN} more"] if len(ranks) > _SHOWN else shown)
 
 
 def _words(tensor: Tensor, step: int) -> Tensor:
@@ -129,10 +135,10 @@ def parted(ran: Mapping[int, Sequence[str]]) -> str | None:
         return None
     counts = {rank: Counter(filter(None, names)) for rank, names in ran.items()}
     most = reduce(or_, counts.values())
-    lacking = {rank: ", ".join(sorted({*(most - one)})[:SHOWN]) for rank, one in counts.items()}
+    lacking = {rank: ", ".join(sorted({*(most - one)})[:_SHOWN]) for rank, one in counts.items()}
     told = [f"rank {rank} left out {names}" for rank, names in lacking.items() if names]
     rank, (one, another) = pairs[0]
-    told = told[:SHOWN] or [f"rank {first} ran {one} where rank {rank} ran {another}"]
+    told = told[:_SHOWN] or [f"rank {first} ran {one} where rank {rank} ran {another}"]
     return (
         f"ranks ran different blocks of the model ({'; '.join(told)}), whose parameters they gather together; expected the same on "
         "all: let ranks draw alike what decides (LayerDrop: a generator with one seed), or use [sharding] stage 2"

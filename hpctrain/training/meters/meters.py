@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,10 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.machines import machine_of_device, peak_flops_of
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
-from hpctrain.training.meters.stragglers import Stragglers
 from hpctrain.training.metrics import MeasuredRow, OwnRow
+
+if TYPE_CHECKING:
+    from hpctrain.training.meters.stragglers import Stragglers
 
 # seconds after which the resident memory is looked up again
 _PACE = 0.5
@@ -62,8 +65,12 @@ class Meters:
     ) -> None:
         """nodes: of each rank. groups: by the names of their axes. copies, countable, is_forward: of ModelFlops."""
         self.clock, self._device, self._ranks = Clock(device), device, len(nodes)
-        self._stragglers, self._flops = Stragglers(nodes), ModelFlops(copies, countable, is_forward)
-        self._traffic = Traffic(groups)
+        self._flops, self._traffic = ModelFlops(copies, countable, is_forward), Traffic(groups)
+        self._stragglers: Stragglers | None = None
+        if len(nodes) > 1:
+            from hpctrain.training.meters.stragglers import Stragglers
+
+            self._stragglers = Stragglers(nodes)
         self._peak = peak_flops(device, precision)
         self._resident, self._looked = 0, -math.inf
 
@@ -84,10 +91,11 @@ class Meters:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow
         rank, once."""
         times = [one.times for one in ranks]
-        slow = self._stragglers.see([one.own_times for one in ranks], times, seconds)
-        news = None if slow is None else self._stragglers.news(slow)
-        if news is not None:
-            tell(news)
+        slow = None
+        if self._stragglers is not None:
+            slow = self._stragglers.see([one.own_times for one in ranks], times, seconds)
+            if slow is not None and (news := self._stragglers.news(slow)) is not None:
+                tell(news)
         flops = sum(one.operations for one in ranks) / seconds
         return MeasuredRow(
             seconds=dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),

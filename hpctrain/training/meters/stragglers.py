@@ -84,8 +84,6 @@ class Stragglers:
 
     def see(self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
         """The slow rank, if there is one. own, parts: of MeterFigures, each rank's. seconds: of the step."""
-        if len(self._nodes) == 1:
-            return None
         found = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]
         return max((one for one in found if one is not None), key=lambda one: one.excess_seconds, default=None)
 

@@ -16,7 +16,8 @@ from hpctrain.base.errors import CheckpointError
 from hpctrain.base.safe_files import sync_directory
 from hpctrain.checkpoint.finding import memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, WeightsSource
-from hpctrain.checkpoint.weights import MODEL, open_weights
+from hpctrain.checkpoint.state import MODEL
+from hpctrain.checkpoint.weights import open_weights
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain_tools.checkpoint.batches import batches

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hpctrain.base.errors import CheckpointError, UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.finding import memory_for
-from hpctrain.checkpoint.weights import open_weights, refuse_other_source
+from hpctrain.checkpoint.finding import memory_for, refuse_other_source
+from hpctrain.checkpoint.weights import open_weights
 from hpctrain.contracts.model import ExportableModel, MetaModel
 from hpctrain.contracts.pieces import Piece
 from hpctrain.model.build import build_on_meta, given_names, source_of
