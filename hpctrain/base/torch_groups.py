@@ -1,10 +1,11 @@
-"""torch's private names around process groups: groups and handles in Python, which hold others or not, and how torch makes one.
+"""torch's private names around process groups: groups and handles in Python, and how torch makes its own.
 
 As in torch_private.py, torch may change these names without notice. The standalone hpctrain.mpi uses the file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -45,29 +46,21 @@ class PythonGroup(dist.ProcessGroup):
         return self.reduce_scatter_single(*args)
 
 
-def make_group(backend: str, options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """The group that torch makes for `backend`, for a group that wraps it.
+def group_around(
+    backend: Any, options: Any, kind: dist.ProcessGroup.BackendType, devices: Iterable[str]
+) -> dist.ProcessGroup:
+    """A group of torch's own around a backend for tensors on these kinds of devices.
 
-    options: torch's `_DistributedBackendOptions`, which a registered backend gets. Collective. Raises ValueError for a backend
-    that is neither registered nor gloo, NCCL or XCCL.
+    options: torch's `_DistributedBackendOptions`, which a registered backend gets.
     """
-    from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
-
-    devices = BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    [name] = set(devices.values())
     group: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-    options.store = PrefixStore(f"{name}/", options.store)
-    made = make_backend(name, options, backend_options)
-    if isinstance(made, dist.ProcessGroup):
-        return made
-    kind = dist.Backend.backend_type_map[name]
     for device in devices:
-        group._register_backend(torch.device(device), kind, made)
+        group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     group._set_group_name(options.group_id)
     group._set_group_desc("")
-    finished: dist.ProcessGroup = group
-    return finished
+    made: dist.ProcessGroup = group
+    return made
 
 
 def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
@@ -76,23 +69,24 @@ def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
     options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
     `timeout`. Collective. Raises OSError where torch has none.
     """
+    from torch.distributed.distributed_c10d import PrefixStore
+
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:
         raise OSError(f"found tensors on {device.type}, between which torch has no communication")
-    try:
-        return make_group(f"{device.type}:{name}", options)
-    except ValueError as error:
-        raise OSError(f"found tensors on {device.type}: {error}") from error
+    options.store = PrefixStore(f"{name}/", options.store)
+    made = make_backend(name, options, device)
+    if isinstance(made, dist.ProcessGroup):
+        return made
+    return group_around(made, options, dist.Backend.backend_type_map[name], [device.type])
 
 
-def make_backend(name: str, options: Any, backend_options: Any) -> Any:
-    """Make a backend of a group; a whole group where the registered one is made in Python."""
+def make_backend(name: str, options: Any, device: torch.device) -> Any:
+    """The backend of a group; a whole group where the registered one is made in Python."""
     plugin = dist.Backend._plugins.get(name.upper())
     place = options.store, options.group_rank, options.group_size
     if plugin is not None:
-        if plugin.extended_api:
-            return plugin.creator_fn(options, backend_options)
-        return plugin.creator_fn(*place, options.timeout)
+        return plugin.creator_fn(options, None) if plugin.extended_api else plugin.creator_fn(*place, options.timeout)
     made: Any
     if name == dist.Backend.GLOO:
         made = dist.ProcessGroupGloo(*place, options.timeout)
@@ -103,55 +97,24 @@ def make_backend(name: str, options: Any, backend_options: Any) -> Any:
         made = cls(*place, given)
         made.set_timeout(options.timeout)
     else:
-        raise ValueError(
-            f"found the backend {name!r}, expected gloo, NCCL, XCCL or a registered one, in a torch that has it"
-        )
+        raise OSError(f"found tensors on {device.type} and the backend {name!r}, which this torch lacks")
     if name != dist.Backend.XCCL:
         made._set_sequence_number_for_group()
     return made
 
 
-class WrappingGroup(PythonGroup):
-    """A group whose operations are those of another one, `inner`, with something before or after."""
+class TransparentGroup(PythonGroup):
+    """A group in Python around `inner`, in which torch's C++ code finds the inner one's backend: for time limits, and operations of
+    its own."""
 
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute that the inner group has besides torch's names."""
-        if name == "inner":
-            raise AttributeError(name)  # not made yet
-        return getattr(self.inner, name)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.inner._get_backend(device)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.inner._start_coalescing(device)
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self.inner._end_coalescing(device)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inner.set_timeout(timeout)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-
-class TransparentGroup(WrappingGroup):
-    """A wrapping group in which torch's C++ code finds the inner one's backend: for time limits, and operations of its own."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner)
+    def __init__(self, backend: Any, options: Any) -> None:
+        """backend: for tensors on CPUs. options: as of `group_around`."""
+        super().__init__(options.group_rank, options.group_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, inner._get_backend(torch.device("cpu")))
+        self.inner = group_around(backend, options, kind, ["cpu"])
+        self._register_backend(torch.device("cpu"), kind, backend)
         self._set_default_backend(kind)
-        self._set_group_name(inner.group_name)
+        self._set_group_name(options.group_id)
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.inner._get_backend(device)

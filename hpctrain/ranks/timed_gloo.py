@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hpctrain.base.accounting import record_wait
 from hpctrain.base.store import gloo
-from hpctrain.base.torch_groups import TransparentGroup, WrappingWork, make_group
+from hpctrain.base.torch_groups import TransparentGroup, WrappingWork
 
 BACKEND = "timed_gloo"
 
@@ -79,7 +79,7 @@ class TimedGroup(TransparentGroup):
 
 
 def _create(options: Any, _: Any) -> TimedGroup:
-    return TimedGroup(make_group(gloo.BACKEND, options))
+    return TimedGroup(gloo.create_group(options), options)
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

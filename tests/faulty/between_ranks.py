@@ -23,7 +23,7 @@ from hpctrain.api import (
     PipelineSchedule,
     hookimpl,
 )
-from hpctrain.base.torch_groups import WrappingGroup, make_group
+from hpctrain.base.torch_groups import PythonGroup, accelerator_group
 
 # parallelism
 
@@ -246,7 +246,7 @@ communicator = lambda told: planted("communicator", "name", told, 2)  # noqa: E7
 class _Communicator(Communicator):
     def backend(self):
         def create(options, _):
-            return self.group(make_group("gloo", options, None))
+            return self.group(accelerator_group(torch.device("cpu"), options))
 
         dist.Backend.register_backend(self.name, create, extended_api=True, devices=["cpu"])
         return self.name
@@ -255,8 +255,12 @@ class _Communicator(Communicator):
         return torch.device("cpu")
 
 
-class _Over(WrappingGroup):
+class _Over(PythonGroup):
     """The operations of gloo, of which one is wrong."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
 
     @property
     def group_name(self):
