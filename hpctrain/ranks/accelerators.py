@@ -7,8 +7,8 @@ tells which are the same; not the UUID, since NCCL refuses two ranks on one addr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,51 +24,27 @@ Device = Literal["auto", "accelerator", "cpu"]
 
 
 @dataclass(frozen=True)
-class Card:
-    """An accelerator as a rank sees it. index: torch's number on this rank."""
-
-    index: int
-    address: str
-
-
-@dataclass(frozen=True)
 class RankReport:
     """A rank's part of the decision.
 
-    lacks: for each communicator the reason why it can't be used on this rank; None where it can. trouble: why torch can't use an
-    accelerator that the system has.
+    lacks: for each communicator the reason why it can't be used on this rank; None where it can. cards: the addresses of the
+    accelerators that it sees, in torch's order. trouble: why torch can't use one that the system has.
     """
 
     node: str
     machine: str
     lacks: Mapping[str, str | None]
-    cards: Sequence[Card] = ()
+    cards: Sequence[str] = ()
     kind: str = ""
     trouble: str = ""
 
 
-class Candidate(NamedTuple):
-    """A communicator that may be taken, and whether its ranks compute on accelerators."""
-
-    name: str
-    on_accelerators: bool
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The communicator for all ranks, and the accelerator of each; None for ranks that compute on CPUs."""
-
-    name: str
-    accelerators: Sequence[int | None]
-    remarks: Sequence[str] = field(default=())
-
-
 class Agreed(NamedTuple):
-    """The communicator of all ranks, the index of this rank's accelerator, and what to tell people on rank 0."""
+    """The communicator of all ranks, the index of this rank's accelerator (None: it computes on the CPU), and a sentence to tell."""
 
     communicator: Communicator
     accelerator: int | None
-    remarks: Sequence[str]
+    remark: str
 
 
 def agree_on_communicator(
@@ -81,14 +57,13 @@ def agree_on_communicator(
     candidates = asked.candidates(list(installed))
     world.tell("accelerators", asdict(report_of(world, candidates)))
 
-    def deal() -> list[dict[str, Any]]:
-        reports = [_from_json(report) for report in world.collect("accelerators")]
-        known = [Candidate(one.name, one.on_accelerators) for one in candidates]
-        found = decide(asked.name, known, reports, device)
-        return [{"name": found.name, "accelerator": one, "remarks": found.remarks} for one in found.accelerators]
+    def deal() -> list[tuple[str, int | None, str]]:
+        reports = [RankReport(**report) for report in world.collect("accelerators")]
+        chosen, accelerators, remark = decide(asked.name, candidates, reports, device)
+        return [(chosen.name, one, remark) for one in accelerators]
 
-    mine = world.deal("accelerators/dealt", deal)
-    return Agreed(next(one for one in candidates if one.name == mine["name"]), mine["accelerator"], mine["remarks"])
+    name, accelerator, remark = world.deal("accelerators/dealt", deal)
+    return Agreed(next(one for one in candidates if one.name == name), accelerator, remark)
 
 
 def report_of(world: World, candidates: Sequence[Communicator]) -> RankReport:
@@ -105,21 +80,24 @@ def report_of(world: World, candidates: Sequence[Communicator]) -> RankReport:
     )
 
 
-def seen_cards(kind: torch.device, rank: int) -> list[Card]:
+def seen_cards(kind: torch.device, rank: int) -> list[str]:
     """The accelerators that this process sees. Where torch tells no address, a single one is taken for this rank's own."""
-    count, cards = accelerator_count(), []
-    for index in range(count):
-        device = torch.device(kind.type, index)
-        address = pci_address(device) or (f"of rank {rank}" if count == 1 else f"number {index}")
-        cards.append(Card(index, address))
-    return cards
+    count = accelerator_count()
+    return [
+        pci_address(torch.device(kind.type, index)) or (f"of rank {rank}" if count == 1 else f"number {index}")
+        for index in range(count)
+    ]
 
 
-def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[RankReport], device: Device) -> Decision:
-    """The first candidate that every rank can use. Raises EnvironmentUnfitError if there is none."""
+def decide(
+    asked: str, candidates: Sequence[Communicator], reports: Sequence[RankReport], device: Device
+) -> tuple[Communicator, Sequence[int | None], str]:
+    """The first candidate that every rank can use, each rank's accelerator, and a remark. Raises EnvironmentUnfitError if there is
+    none."""
     dealt, short = deal_cards(reports)
     reasons: dict[str, str] = {}
-    for name, on_accelerators in candidates:
+    for candidate in candidates:
+        name, on_accelerators = candidate.name, candidate.on_accelerators
         lacking = {rank: why for rank, report in enumerate(reports) if (why := report.lacks[name]) is not None}
         if lacking:
             reasons[name] = _of_ranks(lacking, reports)
@@ -131,7 +109,7 @@ def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[RankRe
             reasons[name] = "it computes on CPUs"
         else:
             unused = "" if on_accelerators or device == "cpu" else _unused(name, reports, reasons)
-            return Decision(name, dealt or [] if on_accelerators else [None] * len(reports), [unused] if unused else [])
+            return candidate, dealt or [] if on_accelerators else [None] * len(reports), unused
     told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
     if device == "accelerator":
         raise EnvironmentUnfitError(
@@ -157,27 +135,26 @@ def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
         ranks = [rank for rank, report in enumerate(reports) if report.machine == machine]
         found = match([reports[rank].cards for rank in ranks])
         if found is None:
-            cards = len({card.address for rank in ranks for card in reports[rank].cards})
+            cards = len({card for rank in ranks for card in reports[rank].cards})
             node, some = reports[ranks[0]].node, "accelerator" if cards == 1 else "accelerators"
             return None, f"node {node} has {len(ranks)} ranks and {cards} {some} that they see"
         for rank, card in zip(ranks, found, strict=True):
-            dealt[rank] = card.index
+            dealt[rank] = card
     return dealt, ""
 
 
-def match(seen: Sequence[Sequence[Card]]) -> list[Card] | None:
-    """A card for each rank of a machine, no two with one address, in the order of the bus; None if there are too few.
+def match(seen: Sequence[Sequence[str]]) -> list[int] | None:
+    """The index of a card for each rank of a machine, no two with one address, in the order of the bus; None if there are too few.
 
     Ranks that see few cards choose first.
     """
-    chosen: dict[int, Card] = {}
+    chosen: dict[int, str] = {}
     for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
-        taken = {card.address for card in chosen.values()}
-        free = [card for card in seen[rank] if card.address not in taken]
+        free = {*seen[rank]} - {*chosen.values()}
         if not free:
             return None
-        chosen[rank] = min(free, key=lambda card: card.address)
-    return [chosen[rank] for rank in range(len(seen))]
+        chosen[rank] = min(free)
+    return [seen[rank].index(chosen[rank]) for rank in range(len(seen))]
 
 
 def _unused(name: str, reports: Sequence[RankReport], reasons: Mapping[str, str]) -> str:
@@ -185,7 +162,7 @@ def _unused(name: str, reports: Sequence[RankReport], reasons: Mapping[str, str]
     first = next((report for report in reports if report.cards or report.trouble), None)
     if first is None:
         return ""
-    cards = len({card.address for report in reports if report.machine == first.machine for card in report.cards})
+    cards = len({card for report in reports if report.machine == first.machine for card in report.cards})
     what = f"{cards} x {first.kind}" if cards else first.trouble
     if not cards:
         why, advice = "", "hpctrain doctor says more"
@@ -206,7 +183,3 @@ def _of_ranks(why: Mapping[int, str], reports: Sequence[RankReport]) -> str:
         ranks = [rank for rank, text in why.items() if (reports[rank].node, text) == (node, reason)]
         told.append(f"{name_ranks(ranks)} on {node}: {reason}")
     return "; ".join(told)
-
-
-def _from_json(report: dict[str, Any]) -> RankReport:
-    return RankReport(**{**report, "cards": [Card(**card) for card in report["cards"]]})

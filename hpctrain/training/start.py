@@ -253,9 +253,8 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     """The job with the communicator that all ranks take, and the index of this rank's accelerator. Collective."""
     parts, device = checked.parts, checked.job.communicator.device
     agreed = agree_on_communicator(world, parts.communicator, parts.communicators, device)
-    if world.identity.rank == 0:
-        for remark in agreed.remarks:
-            tell(f"hpctrain: warning: {remark}")
+    if agreed.remark and world.identity.rank == 0:
+        tell(f"hpctrain: warning: {agreed.remark}")
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 

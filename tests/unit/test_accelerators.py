@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.ranks.accelerators import Candidate, Card, Device, RankReport, decide, match
+from hpctrain.ranks.accelerators import Device, RankReport, decide, match
 
-AUTO = [Candidate("accelerator", True), Candidate("mpi", False), Candidate("gloo", False)]
+
+def candidate(name: str, on_accelerators: bool) -> Any:
+    return SimpleNamespace(name=name, on_accelerators=on_accelerators)
+
+
+AUTO = [candidate("accelerator", True), candidate("mpi", False), candidate("gloo", False)]
 NONE = "there is no accelerator that torch can use"
 
 
@@ -20,7 +26,7 @@ def ranks(node: str, *seen: str, **more: Any) -> list[RankReport]:
     """The ranks of a node. seen: letters of the cards of each rank, in its order."""
     reports = []
     for letters in seen:
-        cards = [Card(index, f"{node}:{letter}") for index, letter in enumerate(letters)]
+        cards = [f"{node}:{letter}" for letter in letters]
         lacks = {"accelerator": None if letters else NONE, "mpi": None, "gloo": None}
         kind = "H100" if letters else ""
         reports.append(RankReport(node, node, lacks | more.get("lacks", {}), cards, kind, more.get("trouble", "")))
@@ -48,11 +54,11 @@ DEALT: dict[str, tuple[list[RankReport], list[int | None]]] = {
 
 @pytest.mark.parametrize(("reports", "expected"), DEALT.values(), ids=DEALT)
 def test_ranks_get_cards_of_their_own(reports: list[RankReport], expected: list[int | None]) -> None:
-    found = decide("auto", AUTO, reports, "auto")
-    assert found.name == "accelerator" and not found.remarks
-    held = [report.cards[at].address for report, at in zip(reports, found.accelerators, strict=True) if at is not None]
+    chosen, accelerators, remark = decide("auto", AUTO, reports, "auto")
+    assert chosen.name == "accelerator" and not remark
+    held = [report.cards[at] for report, at in zip(reports, accelerators, strict=True) if at is not None]
     assert len(set(held)) == len(reports), held
-    assert list(found.accelerators) == expected
+    assert list(accelerators) == expected
 
 
 KEYS = r'\(\[communicator\] device = "accelerator" refuses instead, "cpu" says nothing\)$'
@@ -88,32 +94,30 @@ ON_CPUS: dict[str, tuple[list[RankReport], str]] = {
 @pytest.mark.parametrize(("reports", "remark"), ON_CPUS.values(), ids=ON_CPUS)
 def test_auto_computes_on_cpus_and_says_why(reports: list[RankReport], remark: str) -> None:
     """Once, for all ranks; `device = "accelerator"` refuses with the same reason, "cpu" is silent."""
-    found = decide("auto", AUTO, reports, "auto")
-    assert found.name == "mpi" and set(found.accelerators) == {None}
-    assert len(found.remarks) == bool(remark)
-    if remark:
-        assert remark in found.remarks[0] and re.search(KEYS, found.remarks[0]), found.remarks
-    assert decide("auto", AUTO, reports, "cpu").remarks == []
+    chosen, accelerators, found = decide("auto", AUTO, reports, "auto")
+    assert chosen.name == "mpi" and set(accelerators) == {None}
+    assert remark in found and bool(remark) == bool(found) == bool(re.search(KEYS, found)), found
+    assert decide("auto", AUTO, reports, "cpu")[2] == ""
     with pytest.raises(EnvironmentUnfitError, match="can't compute on accelerators"):
         decide("auto", AUTO, reports, "accelerator")
 
 
-REFUSED: dict[str, tuple[str, list[Candidate], list[RankReport], Device, str]] = {
+REFUSED: dict[str, tuple[str, list[Any], list[RankReport], Device, str]] = {
     "nccl with two ranks on one card": (
-        "nccl", [Candidate("nccl", True)], ranks("n", "a", "a", lacks={"nccl": None}), "auto",
+        "nccl", [candidate("nccl", True)], ranks("n", "a", "a", lacks={"nccl": None}), "auto",
         "[communicator] name = 'nccl': node n has 2 ranks and 1 accelerator that they see",
     ),
     "nccl with a broken driver on one node": (
-        "nccl", [Candidate("nccl", True)],
+        "nccl", [candidate("nccl", True)],
         ranks("n", "ab", "ab", lacks={"nccl": None}) + ranks("m", "", "", lacks={"nccl": "there is no GPU that torch can use"}),
         "auto", "[communicator] name = 'nccl': ranks 2-3 on m: there is no GPU that torch can use",
     ),
     "nccl where device is cpu": (
-        "nccl", [Candidate("nccl", True)], ranks("n", "a", lacks={"nccl": None}), "cpu",
+        "nccl", [candidate("nccl", True)], ranks("n", "a", lacks={"nccl": None}), "cpu",
         "[communicator] name = 'nccl': [communicator] device is \"cpu\"",
     ),
     "mpi that one rank lacks": (
-        "mpi", [Candidate("mpi", False)], ranks("n", "", "") + ranks("m", "", lacks={"mpi": "no MPI"}), "auto",
+        "mpi", [candidate("mpi", False)], ranks("n", "", "") + ranks("m", "", lacks={"mpi": "no MPI"}), "auto",
         "[communicator] name = 'mpi': rank 2 on m: no MPI",
     ),
     "nothing for all": (
@@ -122,7 +126,7 @@ REFUSED: dict[str, tuple[str, list[Candidate], list[RankReport], Device, str]] =
     ),
     "different vendors": (
         "accelerator", AUTO[:1],
-        [*ranks("n", "a"), RankReport("m", "m", {"accelerator": None}, [Card(0, "m:a")], "MI300")], "auto",
+        [*ranks("n", "a"), RankReport("m", "m", {"accelerator": None}, ["m:a"], "MI300")], "auto",
         "the ranks have different accelerators: H100, MI300",
     ),
 }  # fmt: skip
@@ -130,7 +134,7 @@ REFUSED: dict[str, tuple[str, list[Candidate], list[RankReport], Device, str]] =
 
 @pytest.mark.parametrize(("asked", "candidates", "reports", "device", "why"), REFUSED.values(), ids=REFUSED)
 def test_what_is_asked_for_and_can_not_be_had_is_refused(
-    asked: str, candidates: list[Candidate], reports: list[RankReport], device: Device, why: str
+    asked: str, candidates: list[Any], reports: list[RankReport], device: Device, why: str
 ) -> None:
     with pytest.raises(EnvironmentUnfitError) as raised:
         decide(asked, candidates, reports, device)
@@ -139,18 +143,17 @@ def test_what_is_asked_for_and_can_not_be_had_is_refused(
 
 def test_a_communicator_for_cpus_warns_of_cards_and_device_picks_among_candidates() -> None:
     two = ranks("n", "ab", "ab")
-    found = decide("gloo", AUTO[2:], two, "auto")
-    assert found.name == "gloo" and "[communicator] name = 'gloo' is for CPUs; leave it out" in found.remarks[0]
-    assert decide("auto", AUTO, two, "cpu").name == "mpi"
-    assert decide("auto", AUTO[::-1], two, "accelerator").name == "accelerator"
+    chosen, _, remark = decide("gloo", AUTO[2:], two, "auto")
+    assert chosen.name == "gloo" and "[communicator] name = 'gloo' is for CPUs; leave it out" in remark
+    assert decide("auto", AUTO, two, "cpu")[0].name == "mpi"
+    assert decide("auto", AUTO[::-1], two, "accelerator")[0].name == "accelerator"
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
 def test_no_two_ranks_get_one_card(seen: list[set[int]]) -> None:
-    cards = [[Card(index, str(one)) for index, one in enumerate(sorted(of_rank))] for of_rank in seen]
+    cards = [[str(one) for one in sorted(of_rank)] for of_rank in seen]
     found = match(cards)
     if found is None:
         assert len({frozenset(of_rank) for of_rank in seen}) > 1 or len(seen[0]) < len(seen)
     else:
-        assert len({card.address for card in found}) == len(seen)
-        assert all(card in of_rank for card, of_rank in zip(found, cards, strict=True))
+        assert len({of_rank[at] for at, of_rank in zip(found, cards, strict=True)}) == len(seen)

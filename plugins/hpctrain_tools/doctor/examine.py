@@ -138,7 +138,7 @@ class _Examination:
             except HpctrainError as error:
                 advice = "install an MPI (pip install 'hpctrain[mpich]') or torch with gloo"
                 found = Finding("communicator", "fail", str(error), advice)
-        unused = [] if agreed is None else [Finding("devices", "warn", one, "") for one in agreed.remarks]
+        unused = [] if agreed is None or not agreed.remark else [Finding("devices", "warn", agreed.remark, "")]
         self._tell(
             [row_of(one, range(self.identity.size), self._nodes) for one in (found, *unused)] if self._nodes else []
         )
