@@ -40,7 +40,7 @@ class RankReport:
 
 
 class Agreed(NamedTuple):
-    """The communicator of all ranks, the index of this rank's accelerator (None: it computes on the CPU), and a sentence to tell."""
+    """The communicator of all ranks, the index of this rank's accelerator (None for the CPU), and a sentence for people."""
 
     communicator: Communicator
     accelerator: int | None

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.devices import use_device
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
-from hpctrain.base.store.client import GuardedStore, missing_keys
-from hpctrain.base.store.server import warn_of_stranger
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import compare
-from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.base.store.client import GuardedStore
 
 MEETING_TIMEOUT = timedelta(minutes=5)
 """How long the ranks wait for each other before the job's own timeout is known."""
@@ -69,8 +69,7 @@ class World:
     def collect(self, key: str) -> list[Any]:
         """Every rank's `value`. EnvironmentUnfitError names the ranks that did not send theirs in time."""
         keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
-        if absent := missing_keys(self.store, keys, MEETING_TIMEOUT):
-            raise not_met(self.identity, ", ".join(map(str, absent)), MEETING_TIMEOUT)
+        self._await(keys, range(self.identity.size), MEETING_TIMEOUT)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _from_rank_0(self, keys: Sequence[str], make: Callable[[], Sequence[Any]], mine: str) -> Any:
@@ -85,18 +84,33 @@ class World:
             for key, value in zip(keys, values, strict=True):
                 self.store.set(key, json.dumps({"value": value}, default=str))
             return values[0]
-        try:
-            self.store.wait([mine], 2 * MEETING_TIMEOUT)  # rank 0 may itself have waited for a rank
-        except RuntimeError:
-            raise not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
+        self._await([mine], [0], 2 * MEETING_TIMEOUT)  # rank 0 may itself have waited for a rank
         answer = json.loads(self.store.get(mine))
         if "exit_code" in answer:
             raise PeerError(answer["exit_code"])
         return answer["value"]
 
+    def _await(self, keys: Sequence[str], ranks: Sequence[int], limit: timedelta) -> None:
+        """Wait until each of the ranks has set its key. EnvironmentUnfitError names those that have not in time."""
+        if self.guarded is None:  # a rank alone waits for nobody
+            return
+        from hpctrain.base.store.client import missing_keys
+        from hpctrain.ranks.meeting_place import not_met
+
+        try:
+            absent = missing_keys(self.store, keys, limit)
+        except RuntimeError:  # the store is gone, with rank 0
+            absent = [*range(len(keys))]
+        if absent:
+            raise not_met(self.identity, ", ".join(str(ranks[one]) for one in absent), limit)
+
 
 def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> World:
     """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout` (None: MEETING_TIMEOUT)."""
+    if identity.source == "alone":
+        return World(identity, PrefixStore("hpctrain", HashStore()), channel)
+    from hpctrain.base.store.server import warn_of_stranger
+
     timeout = MEETING_TIMEOUT if timeout is None else timeout
     strangers: list[str] = []
 
@@ -104,7 +118,6 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
         strangers.append(sentence)
         warn_of_stranger(sentence)
 
-    store: GuardedStore | HashStore
     if identity.source == "mpi":
         from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
 
@@ -112,14 +125,11 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
             store = open_over_mpi(timeout, tell)
         except OutOfReachError as error:  # of all ranks
             raise PeerError(error.exit_code) if identity.rank else error from None
-    elif identity.source == "alone":
-        store = HashStore()
     else:
+        from hpctrain.ranks.meeting_place import meeting_place, open_or_join
+
         store = open_or_join(meeting_place(identity), identity, timeout, tell)
-    shared = PrefixStore("hpctrain", store)
-    if isinstance(store, GuardedStore):
-        return World(identity, shared, channel, strangers, store.close, store)
-    return World(identity, shared, channel, strangers)
+    return World(identity, PrefixStore("hpctrain", store), channel, strangers, store.close, store)
 
 
 def compare_ranks(

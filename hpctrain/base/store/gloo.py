@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.store.client import missing_keys
-from hpctrain.base.store.messages import DIGEST_BYTES, digest
 
 __all__ = ["create_group"]
 
@@ -95,6 +93,10 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
     if not _in_use:
         _in_use.append(os.environ.get(_TRANSPORT, ""))
     rank, size = options.group_rank, options.group_size
+    if size == 1:  # it connects to nobody
+        return dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+    from hpctrain.base.store.client import missing_keys
+
     # a group that is destroyed and made again gets the same name and store from torch, with the first group's keys in it
     store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)
     members = list(options.global_ranks_in_group) or list(range(size))
@@ -131,6 +133,8 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
 
 def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
     """The connected group, or what went wrong on this rank."""
+    from hpctrain.base.store.messages import DIGEST_BYTES
+
     if rank == 0:
         store.set("secret", secrets.token_hex(DIGEST_BYTES))
     secret = store.get("secret")
@@ -139,7 +143,7 @@ def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
     try:
         group = dist.ProcessGroupGloo(book, rank, size, _CONNECT)
         # with several networks, gloo alternates between them
-        if size > 1 and not all(_all_prove(group, secret, rank, size) for _ in range(book.rounds)):
+        if not all(_all_prove(group, secret, rank, size) for _ in range(book.rounds)):
             return "something else took a rank's place"
     except (dist.DistStoreError, dist.DistNetworkError):
         raise
@@ -159,6 +163,8 @@ def _all_prove(group: dist.ProcessGroupGloo, secret: bytes, rank: int, size: int
 
 
 def _tokens(secret: bytes, pairs: list[tuple[int, int]]) -> bytes:
+    from hpctrain.base.store.messages import digest
+
     return b"".join(digest(secret, str(sender).encode(), str(receiver).encode()) for sender, receiver in pairs)
 
 
