@@ -11,7 +11,7 @@ import torch
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
 from hpctrain.model.build import InitialValues, build_model
-from hpctrain.model.gradients.reducer import GradientReducer
+from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.training.runner import PlainRunner

@@ -115,7 +115,7 @@ from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
-from hpctrain.model.gradients.residual import Residual
+from hpctrain.model.gradients import Residual
 from hpctrain.model.parameters import named_tensors, tie, tied_parameters
 from hpctrain.model.trials import without_trace
 from hpctrain.mpi import Settings as MPISettings

@@ -1,17 +1,19 @@
-"""Finds the checkpoint at a path, its format, and the checkpoints of a run."""
+"""Finds the checkpoint at a path, its format, and the checkpoints of a run; compares its tensors with those that ranks ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, UsageError
 from hpctrain.checkpoint.directory import CheckpointDirectory, behind_name
 from hpctrain.checkpoint.state import SOURCE
 from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.ranks.json_collectives import survey
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,42 @@ def memory_for(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
         return torch.empty(tuple(shape), dtype=dtype)
     except (RuntimeError, TypeError) as error:  # torch raises these when memory is too small or the size is too large
         raise CheckpointError(f"{list(shape)} values of the tensor {name} ({dtype}) don't fit into memory") from error
+
+
+def describe_differences(
+    group: dist.ProcessGroup, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
+) -> str | None:
+    """The differences between the tensors that all ranks together ask for and those of a file; None if there are none.
+
+    `wanted` is this rank's part; `found` must be equal on all ranks.
+    """
+    missing = [f"{name} isn't there" for name in wanted if name not in found]
+    reshaped = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, found)]
+
+    def check() -> None:
+        if missing or reshaped:
+            raise CheckpointError(_first_few([*missing, *reshaped]))
+
+    outcome = survey(group, check)
+    if isinstance(outcome, Exception):
+        return str(outcome)
+    return _first_few(unused) if unused else None  # equal on all ranks
+
+
+def not_wanted(group: dist.ProcessGroup, wanted: Collection[str], found: Iterable[str]) -> list[str]:
+    """The names in `found` that no rank wants; `found` must be equal on all ranks. Sends only a byte per name."""
+    names = list(found)
+    used = torch.tensor([name in wanted for name in names], dtype=torch.uint8)
+    if names:
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    return [name for name, taken in zip(names, used.tolist(), strict=True) if not taken]
+
+
+def _first_few(sentences: list[str]) -> str:
+    more = f" and {len(sentences) - 3} more" if len(sentences) > 3 else ""
+    return "; ".join(sentences[:3]) + more

@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from hpctrain.base.devices import use_device
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
-from hpctrain.checkpoint.finding import hint_of, recognize
+from hpctrain.checkpoint.finding import describe_differences, hint_of, not_wanted, recognize
 from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.finding import find_checkpoint, memory_for
+from hpctrain.checkpoint.finding import describe_differences, find_checkpoint, memory_for, not_wanted
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
 from hpctrain.checkpoint.state import MODEL, PLUGIN, TIED
 from hpctrain.checkpoint.torch_files import open_torch

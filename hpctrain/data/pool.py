@@ -25,7 +25,7 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.ranks.prints import label_prints, labels_of_prints
 from hpctrain.ranks.signals import STOPPING, keep_from_children
-from hpctrain.ranks.watchdog.workers import be_watched, forget_lines, share_lines
+from hpctrain.ranks.watchdog.stacks import be_watched, forget_lines, share_lines
 
 LOG = logging.getLogger("hpctrain")
 

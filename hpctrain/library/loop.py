@@ -26,8 +26,7 @@ from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreem
 from hpctrain.library.gradients import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
 from hpctrain.library.kept import changes_told, frozen_state, kept_state
-from hpctrain.library.module import OwnModule, own
-from hpctrain.library.optimizer import OwnOptimizer
+from hpctrain.library.module import OwnModule, OwnOptimizer, own
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
 from hpctrain.library.steps import OwnSteps, Step
 from hpctrain.library.trained import Trained

@@ -14,7 +14,7 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
-from hpctrain.model.gradients.reducer import GradientReducer
+from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of

@@ -30,7 +30,7 @@ from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
-from hpctrain.model.gradients.reducer import GradientReducer
+from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
 from hpctrain.model.refusals import refuse_holes

@@ -95,7 +95,7 @@ def _serve() -> None:
     from hpctrain_plugins.checkpoint.dcp import read, write  # noqa: F401
     from hpctrain_tools.checkpoint import conversion  # noqa: F401
 
-    from hpctrain.checkpoint import comparison  # noqa: F401
+    from hpctrain.checkpoint import finding  # noqa: F401
     from hpctrain.cli import cli
     from hpctrain.plugins import registry
     from hpctrain.training import rank  # noqa: F401

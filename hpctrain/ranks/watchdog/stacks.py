@@ -1,4 +1,4 @@
-"""Reads this process's Python stacks: the line at which training stands, and the communication in which it waits.
+"""Reads Python stacks: the line at which training stands, the communication in which it waits, the lines of workers that load.
 
 torch's flight recorder names an operation that the stack does not tell.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import linecache
 import logging
+import multiprocessing
 import os
 import re
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,6 +50,11 @@ _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tenso
 
 # calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
+
+_LOOK = 1.0  # seconds between two looks of a worker, at its own line and at its rank
+_LONGEST = 512  # bytes of a line
+
+_shared: list[Sequence[Any]] = []  # for each pool of this process the memory in which its workers write
 
 UNNAMED = "an operation with other ranks"
 """An operation of which the stack does not tell the name."""
@@ -199,3 +206,35 @@ def _tensor(values: dict[str, Any]) -> str:
         if isinstance(value, Tensor):
             return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return ""
+
+
+def share_lines(context: Any, workers: int) -> Sequence[Any]:
+    """Memory for the line of each worker of a pool. context: of multiprocessing, which starts the workers."""
+    lines = [context.RawArray("c", _LONGEST) for _ in range(workers)]
+    _shared.append(lines)
+    return lines
+
+
+def forget_lines(lines: Sequence[Any]) -> None:
+    """The workers have ended."""
+    _shared.remove(lines)
+
+
+def be_watched(line: Any) -> None:
+    """Let this worker write down its line now and then, and end when its rank has ended in any way."""
+    main = threading.main_thread().ident
+    threading.Thread(target=_watch, args=(line, main, os.getppid()), name="end with the rank", daemon=True).start()
+
+
+def worker_lines() -> list[str]:
+    """The lines at which workers of this process run code of the user's, each once."""
+    return list(dict.fromkeys(line.value.decode(errors="replace") for lines in _shared for line in lines if line.value))
+
+
+def _watch(line: Any, main: int | None, parent: int) -> None:
+    """parent: of this process. It is the rank, or a server that lives as long as a worker does: then the rank counts."""
+    rank = multiprocessing.parent_process()
+    while os.getppid() == parent and (rank is None or rank.is_alive()):
+        line.value = (loading_line(main) or "").encode()[: _LONGEST - 1]
+        time.sleep(_LOOK)
+    os._exit(1)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
-from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, unfinished
-from hpctrain.ranks.watchdog.workers import worker_lines
+from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, unfinished, worker_lines
 
 _LOADING = ("data", FIRST, "evaluation")  # phases that wait for samples
 

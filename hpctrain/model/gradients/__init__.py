@@ -1,1 +1,0 @@
-"""Summing gradients over the data-parallel ranks, compressed where the job says so."""
