@@ -66,12 +66,11 @@ class Agreement:
         )
 
     def _words(self, action: float, step: float) -> str:
-        if action == END_OF_LOOP:
-            return f"has left the loop after step {step:.0f}"
-        if action == BACKWARD:
-            return f"begins a backward in step {step + 1:.0f}"
-        if action == END_OF_STEP:
-            return f"ends step {step + 1:.0f}"
-        if action == PARAMETERS:
-            return f"opens parameters in step {step + 1:.0f}"
-        return f"steps the optimizer of {self._names[int(action)]!r} in step {step + 1:.0f}"
+        words = {
+            END_OF_LOOP: f"has left the loop after step {step:.0f}",
+            BACKWARD: f"begins a backward in step {step + 1:.0f}",
+            END_OF_STEP: f"ends step {step + 1:.0f}",
+            PARAMETERS: f"opens parameters in step {step + 1:.0f}",
+        }
+        number = int(action)
+        return words.get(number) or f"steps the optimizer of {self._names[number]!r} in step {step + 1:.0f}"

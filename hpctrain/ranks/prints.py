@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TextIO
 
@@ -20,7 +19,7 @@ _LONGEST = 65536  # characters; a line that grows longer is passed on before its
 _SECONDS_BETWEEN_PARTS = 1.0
 
 
-class Labelled(io.TextIOBase):
+class Labelled:
     """Passes text on to `inner` by whole lines, each with `label` in front and written at once.
 
     Flushed text without the end of its line becomes a line of its own, at most one each second. The only rank on a terminal, whose
@@ -97,25 +96,12 @@ class Labelled(io.TextIOBase):
         if self._held.strip():
             self.write("\n")
 
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return self.inner.isatty()
-
-    def fileno(self) -> int:
-        return self.inner.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has None for both
-        return self.inner.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self.inner.errors
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # buffer
+        return getattr(self.inner, name)  # encoding, buffer, fileno and all else
 
 
 def put(text: str, stream: TextIO | None) -> None:

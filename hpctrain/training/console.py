@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
@@ -93,7 +93,7 @@ class Console:
             shown.pop()
         room = max(0, width - len("  ".join([begin, *shown, times])) - 2)
         done = room * row["step"] // steps
-        bar = _mark(own(sys.stdout)) * done
+        bar = "=" * done
         line = "  ".join([begin, f"{bar:<{room}}", *shown, times])
         Labelled.bar = self._bar = line
         put(CLEAR_LINE + self._bar, own(sys.stdout))
@@ -119,12 +119,3 @@ def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]
         *([remark] if remark else []),
         *([slowest] if (slowest := slowest_rank(row)) else []),
     ]
-
-
-def _mark(file: TextIO | None) -> str:
-    """The mark that a bar is made of: in ASCII where the file takes nothing else."""
-    try:
-        "━".encode(getattr(file, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return "-"
-    return "━"

@@ -38,13 +38,6 @@ def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states
     ]
 
 
-def numbers_to_save(
-    model: TrainedModel, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The optimizer's non-tensor state on this rank: by parameter, and by parameter group."""
-    return optimizer_numbers(model.pieces, optimizer), group_numbers(optimizer, model.group_options)
-
-
 def optimizer_to_save(model: TrainedModel) -> tuple[torch.optim.Optimizer, dict[str, bool]]:
     """The optimizer with state for every piece, and the parameters that it has not updated yet, all ranks': a resume expects their
     tensors, and does not use them. Collective."""
@@ -78,11 +71,10 @@ class ModelValues(BaseModel):
 
 def values_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, idle: dict[str, bool]) -> dict[str, Any]:
     """The `ModelValues`. optimizer, idle: of `optimizer_to_save`. Collective."""
-    numbers, groups = numbers_to_save(model, optimizer)
     return {
         "precision": model.scaler.state(),
-        "optimizer_numbers": model.totals.merged(numbers),
-        "optimizer_groups": groups,
+        "optimizer_numbers": model.totals.merged(optimizer_numbers(model.pieces, optimizer)),
+        "optimizer_groups": group_numbers(optimizer, model.group_options),
         "optimizer_begun": model.optimizer_begun,
         "optimizer_idle": idle,
     }
@@ -124,13 +116,3 @@ def state_of_model(name: str, model: TrainedModel) -> PluginState:
         restore_model(model, read, pieces)
 
     return PluginState(name, pieces, values, restore)
-
-
-def refuse_absent(names: Sequence[str], absent: Sequence[str], path: object) -> None:
-    """Raises CheckpointError if a checkpoint lacks tensors of the models `names`: their training can't begin in the middle."""
-    for name in names:
-        if any(one.startswith(f"{PLUGIN}{name}/") for one in absent):
-            raise CheckpointError(
-                f"{path} has no model {name!r}, which the program trains; train it in another output_dir, or give the model the "
-                "name that it had"
-            )

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageError, reason
 from hpctrain.base.safe_files import open_regular, reading, replacing
@@ -202,14 +201,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _ResumedRow(BaseModel):
-    """A row that a resume reads."""
-
-    model_config = ConfigDict(extra="allow")
-
-    step: StrictInt
-
-
 def _rows_until(path: Path, step: int, goodput: Goodput, best: BestSoFar) -> Iterator[bytes]:
     """The complete lines; fragments left by a crash or a power failure are dropped."""
     if not os.path.lexists(path):
@@ -218,8 +209,8 @@ def _rows_until(path: Path, step: int, goodput: Goodput, best: BestSoFar) -> Ite
         while line := file.readline(_LONGEST_ROW):
             if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
-            with suppress(ValidationError):
-                row = _ResumedRow.model_validate_json(line).model_dump()
+            with suppress(ValueError, LookupError, TypeError, RecursionError):  # others may have written it
+                row = json.loads(line)
                 if row["step"] <= step:
                     goodput.see(row)
                     best.see(row)

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
 from hpctrain.checkpoint.finding import refuse_other_source
-from hpctrain.checkpoint.state import COMPRESSION, PLUGIN, create_state
+from hpctrain.checkpoint.state import COMPRESSION, PLUGIN, create_state, group_numbers, optimizer_numbers
 from hpctrain.checkpoint.store import Restored
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
-from hpctrain.training.model_state import ModelValues, numbers_to_save, pieces_to_save, refuse_absent, restore_model
+from hpctrain.training.model_state import ModelValues, pieces_to_save, restore_model
 from hpctrain.training.saving import plugin_states
 from hpctrain.training.session import Session
 
@@ -67,7 +67,8 @@ def restore(session: Session, resume: str) -> None:
     refuse_same_names(states)
     # Also if nothing is restored: state that can't be saved must be reported before the first step.
     pieces, restored = together(group, lambda: pieces_to_save(model, model.optimizer, states)), None
-    together(group, lambda: numbers_to_save(model, model.optimizer))
+    together(group, lambda: optimizer_numbers(model.pieces, model.optimizer))
+    together(group, lambda: group_numbers(model.optimizer, model.group_options))
     if resume != "never":
         restored = _read(session, pieces, None if resume == "auto" else Path(resume))
     if restored is None:
@@ -130,7 +131,12 @@ def _go_on(session: Session, restored: Restored, pieces: list[Piece], states: Se
     before = values.samples_seen if values.samples_before is None else values.samples_before
     progress.resume(restored.step, values.samples_seen, before, math.nan if values.loss is None else values.loss)
     progress.steps_before = values.steps
-    refuse_absent(list(session.further), restored.absent, restored.path)
+    for name in session.further:  # whose training can't begin in the middle
+        if any(one.startswith(f"{PLUGIN}{name}/") for one in restored.absent):
+            raise CheckpointError(
+                f"{restored.path} has no model {name!r}, which the program trains; train it in another output_dir, or give it "
+                "the name that it had"
+            )
     _take_over(session, restored, values, pieces, states)
     _tell_of_absent(session, restored.absent)
     news = feed.restore_stream(restored.values.get("stream"))
