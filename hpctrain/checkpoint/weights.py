@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.finding import describe_differences, find_checkpoint, memory_for, not_wanted
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
-from hpctrain.checkpoint.state import MODEL, PLUGIN, TIED
+from hpctrain.checkpoint.state import MODEL, PLUGIN
 from hpctrain.checkpoint.torch_files import open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
@@ -105,16 +104,6 @@ def _in_both(
     if unused:
         told.append(f"of no use to the model: {', '.join(unused)}")
     return chosen, told
-
-
-def tied_names(values: Mapping[str, Any]) -> list[list[str]]:
-    """A checkpoint's value of `TIED`; empty if it is missing or malformed."""
-    found = values.get(TIED, [])
-    good = isinstance(found, list) and all(
-        isinstance(names, list) and names and all(isinstance(name, str) and name.isprintable() for name in names)
-        for names in found
-    )
-    return found if good else []
 
 
 def _named_once(source: WeightsSource, tied: Sequence[list[str]], group: dist.ProcessGroup) -> WeightsSource:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -38,7 +40,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
         with files_of(checkpoint):
             say(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")
         return
-    from hpctrain.checkpoint.weights import open_weights, tied_names
+    from hpctrain.checkpoint.weights import open_weights
     from hpctrain_tools.checkpoint.conversion import export_safetensors, export_torch
 
     with files_of(checkpoint):
@@ -48,7 +50,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
             if kind == "safetensors":  # stores values per name, so tied parameters appear under their first name only
                 export_safetensors(source, out, progress)
             else:
-                export_torch(source, out, progress, tied_names(found.format.read_values(checkpoint)))
+                export_torch(source, out, progress, _tied_names(found.format.read_values(checkpoint)))
     say(f"wrote {out}: {len(source.tensors)} tensors, {size_text(out.stat().st_size)}")
 
 
@@ -77,3 +79,15 @@ def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: s
     for remark in remarks:
         say(f"{path}: {remark}")
     say(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')
+
+
+def _tied_names(values: Mapping[str, Any]) -> list[list[str]]:
+    """A checkpoint's value of `TIED`; empty if it is missing or malformed."""
+    from hpctrain.checkpoint.state import TIED
+
+    found = values.get(TIED, [])
+    good = isinstance(found, list) and all(
+        isinstance(names, list) and names and all(isinstance(name, str) and name.isprintable() for name in names)
+        for names in found
+    )
+    return found if good else []
