@@ -36,13 +36,15 @@ Ask = Callable[[float], int]
 class Asking:
     """Asks the ranks about once a second whether they have to stop. level: the strongest request of any rank, 0 for none."""
 
-    def __init__(self, ask: Ask) -> None:
-        self.level, self._ask = 0, ask
+    def __init__(self, ask: Ask, moved: Callable[[], None]) -> None:
+        """moved: called before each micro batch."""
+        self.level, self._ask, self._moved = 0, ask, moved
 
     def until_stopped(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro batches, as many on all ranks, until a rank has to stop. Collective."""
         begin, question = time.monotonic(), 1
         for number, micro in enumerate(micro_batches, 1):
+            self._moved()
             yield micro
             if number == question:
                 each = (time.monotonic() - begin) / number
@@ -58,12 +60,11 @@ def evaluate(
     model: TrainedModel,
     parts: Parts,
     loader: Loader,
-    moved: Callable[[], None] = lambda: None,
     asking: Asking | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """The metrics by name, first of all "loss", and how many tokens or samples were counted; closes the loader. Collective.
 
-    moved: called before each micro batch. None if `asking` has found that a rank has to stop.
+    None if `asking` has found that a rank has to stop.
     """
     running = [metric.start() for metric in parts.metrics]
 
@@ -74,7 +75,7 @@ def evaluate(
         micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
         if asking is not None:
             micro_batches = asking.until_stopped(micro_batches)
-        loss_sum, count = model.runner.evaluate(_told(micro_batches, moved), see)
+        loss_sum, count = model.runner.evaluate(micro_batches, see)
     finally:
         loader.close()
     if asking is not None and asking.level:
@@ -141,12 +142,6 @@ def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
     best = job.checkpoint.keep_best
     if best is not None and best.metric not in names:
         raise UsageError(f"[checkpoint] keep_best: evaluations measure {', '.join(names)}, and not {best.metric!r}")
-
-
-def _told(micro_batches: Iterable[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:
-    for micro in micro_batches:
-        moved()
-        yield micro
 
 
 def _in_step(loader: Loader) -> Iterator[MicroBatch]:

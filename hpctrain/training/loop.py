@@ -176,8 +176,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
     progress = session.progress
     session.model.consolidate()
     show_model(session, "hpctrain_evaluation_start", step=progress.step)
-    moved = partial(session.hooks.position.move, "evaluation")
-    asking = Asking(ask)
+    asking = Asking(ask, partial(session.hooks.position.move, "evaluation"))
     with (
         session.deadline.aside(),
         session.hooks.phase("evaluation", progress.step),
@@ -187,7 +186,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
             asking.level = strongest(lambda _: ask(session.deadline.unseen))
             session.deadline.unseen = 0.0
         loader = session.feed.validation_loader
-        found = None if asking.level else evaluate(session.model, session.parts, loader(), moved, asking)
+        found = None if asking.level else evaluate(session.model, session.parts, loader(), asking)
     show_model(session, "hpctrain_evaluation_end", step=progress.step)
     if found is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")
