@@ -15,7 +15,6 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import buffers_of, convert_tensors
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.model.batch_norm import synchronize_batch_norms
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.outline import (
     Outline,
@@ -104,6 +103,8 @@ def build_model(
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze, job.model.trainable)
     if job.model.sync_batch_norm:
+        from hpctrain.model.batch_norm import synchronize_batch_norms  # here: few jobs have the key
+
         synchronize_batch_norms(module, spec.name, meshes.batch_group())
     outline = Outline.of(module)
     parts.precision.convert(module, spec)

@@ -12,13 +12,16 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.base.store.contents import LATE, NUMBER, SECONDS, WRONG
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
+    LATE,
     MAGIC,
     MESSAGE_HEADER,
     NONCE_BYTES,
+    NUMBER,
+    SECONDS,
+    WRONG,
     Opener,
     ProtocolError,
     Sealer,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
+    Backend,
     BroadcastOptions,
     ProcessGroup,
     ReduceOp,
@@ -17,7 +18,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import Work
 
-from hpctrain.base.torch_groups import AllgatherOptions
+from hpctrain.base.torch_groups import AllgatherOptions, make_group
 
 _OPERATIONS: dict[str, Any] = {
     "Sum": ReduceOp.SUM,
@@ -26,6 +27,21 @@ _OPERATIONS: dict[str, Any] = {
     "Product": ReduceOp.PRODUCT,
     "Average": ReduceOp.AVG,
 }
+
+
+def accelerator_group(device: torch.device, options: Any) -> ProcessGroup:
+    """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
+
+    options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
+    `timeout`. Collective. Raises OSError where torch has none.
+    """
+    name = Backend.default_device_backend_map.get(device.type)
+    if name is None:
+        raise OSError(f"found tensors on {device.type}, between which torch has no communication")
+    try:
+        return make_group(f"{device.type}:{name}", options)
+    except ValueError as error:
+        raise OSError(f"found tensors on {device.type}: {error}") from error
 
 
 class Lane:
