@@ -90,7 +90,7 @@ def _start(
     command: str, job: Path, ranks: int | None, overrides: Sequence[str], words: Sequence[str], restarts: int, hostfile: Path | None
 ) -> int:  # fmt: skip
     """The exit code of ranks that the command `start` starts, which comes as those of any plugin."""
-    from hpctrain.plugins.entry_points import offers
+    from hpctrain.cli.groups import offers
 
     start = next((offer for offer in offers("", ()) if offer.name == "start"), None)
     if start is None:

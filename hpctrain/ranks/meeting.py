@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -17,11 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hpctrain.base.devices import use_device
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
 from hpctrain.base.store.client import GuardedStore, missing_keys
-from hpctrain.base.store.server import warn_of_stranger
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
@@ -69,7 +68,7 @@ class World:
         """Every rank's `value`. EnvironmentUnfitError names the ranks that did not send theirs in time."""
         keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
         if absent := missing_keys(self.store, keys, MEETING_TIMEOUT):
-            raise not_met(self.identity, ", ".join(map(str, absent)), MEETING_TIMEOUT)
+            raise _not_met(self.identity, ", ".join(map(str, absent)), MEETING_TIMEOUT)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _from_rank_0(self, keys: Sequence[str], make: Callable[[], Sequence[Any]], mine: str) -> Any:
@@ -87,11 +86,17 @@ class World:
         try:
             self.store.wait([mine], 2 * MEETING_TIMEOUT)  # rank 0 may itself have waited for a rank
         except RuntimeError:
-            raise not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
+            raise _not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
         answer = json.loads(self.store.get(mine))
         if "exit_code" in answer:
             raise PeerError(answer["exit_code"])
         return answer["value"]
+
+
+def _not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:
+    from hpctrain.ranks.meeting_place import not_met  # here and below: a rank alone, or under MPI, has no such place
+
+    return not_met(identity, missing, waited)
 
 
 def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> World:
@@ -101,7 +106,7 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
 
     def tell(sentence: str) -> None:
         strangers.append(sentence)
-        warn_of_stranger(sentence)
+        logging.getLogger("hpctrain").warning("%s", sentence)
 
     store: GuardedStore | HashStore
     if identity.source == "mpi":
@@ -114,6 +119,8 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
     elif identity.source == "alone":
         store = HashStore()
     else:
+        from hpctrain.ranks.meeting_place import meeting_place, open_or_join
+
         store = open_or_join(meeting_place(identity), identity, timeout, tell)
     shared = PrefixStore("hpctrain", store)
     if isinstance(store, GuardedStore):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -30,7 +31,9 @@ from hpctrain.base.store.messages import (
     endpoint,
     verify,
 )
-from hpctrain.base.store.server import StoreServer
+
+if TYPE_CHECKING:
+    from hpctrain.base.store.server import StoreServer
 
 __all__ = ["GuardedStore", "missing_keys", "open_store"]
 
