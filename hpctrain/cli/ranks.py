@@ -114,7 +114,7 @@ class _Read:
             self._error = error
 
     def export(self) -> None:
-        """Set the variables of [environment]. A rank that can't read the file sets none, which the ranks tell when they meet."""
+        """Set the variables of [environment]. A rank that can't read the file sets none."""
         from hpctrain.job.environment import export
 
         if self._job is not None:

@@ -33,7 +33,6 @@ from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 if TYPE_CHECKING:
     from .metadata import SavedContents
 
-__all__ = ["Dcp", "hpctrain_checkpoint"]
 METADATA_FILE = ".metadata"
 """torch's own table of contents."""
 VALUES_FILE = "hpctrain.json"
@@ -154,5 +153,4 @@ class Dcp(CheckpointFormat):
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats of this module."""
     return [Dcp]

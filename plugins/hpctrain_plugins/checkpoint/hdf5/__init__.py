@@ -18,8 +18,6 @@ from . import manifest, write
 if TYPE_CHECKING:
     from .read import HDF5Reader
 
-__all__ = ["Hdf5", "hpctrain_checkpoint"]
-
 
 class Hdf5Writer(CheckpointWriter):
     """Reuses the plan of the previous save, and the memory of its copy."""
@@ -41,6 +39,9 @@ class Hdf5(CheckpointFormat):
     """Shards that any HDF5 tool reads, checksums over every byte, no pickle."""
 
     name = "hdf5"
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
 
     @cached_property
     def _reader(self) -> HDF5Reader:
@@ -88,5 +89,4 @@ class Hdf5(CheckpointFormat):
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats of this module."""
     return [Hdf5]
