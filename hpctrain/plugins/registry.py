@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,7 +203,26 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
     called, missing = f"{cls.__qualname__} ({cls.name})", sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         return f"{expected}, and {called} lacks {', '.join(missing)}"
+    unfit = _unfit_method(cls)
+    if unfit:
+        return f"{expected}, and {called}: {unfit}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
     if taken:
         return f"{expected}, and {called} has the options {', '.join(taken)}, which are keys of the core's"
     return None
+
+
+def _unfit_method(cls: type) -> str:
+    """A clause about a method of `cls` that can't be called as its contract's is; "" if all can."""
+    contracts = [one for one in cls.__mro__ if one.__module__.startswith("hpctrain.contracts.")]
+    for name, method in ((name, method) for one in contracts for name, method in vars(one).items()):
+        own = inspect.getattr_static(cls, name)
+        if own is method or name == "__init__" or not (inspect.isfunction(own) and inspect.isfunction(method)):
+            continue
+        called = [one.name for one in inspect.signature(method).parameters.values()]
+        try:
+            inspect.signature(own, follow_wrapped=False).bind(*called)
+        except TypeError:
+            taken = ", ".join([*inspect.signature(own).parameters][1:])
+            return f"`{name}` is called with ({', '.join(called[1:])}), and takes ({taken})"
+    return ""

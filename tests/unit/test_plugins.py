@@ -222,6 +222,14 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
     assert registry.told() == []
 
 
+def test_a_method_that_can_t_be_called_as_its_contract_s_is_told(site: Site) -> None:
+    site.install(
+        "acme-hpc", "schedule.old", "acme_old", plugin("schedule", "Schedule", "def factor(self, step): ...\n")
+    )
+    with pytest.raises(EnvironmentUnfitError, match=r"`factor` is called with \(step, steps\), and takes \(step\)"):
+        build_registry().find("schedule", "old")
+
+
 def test_a_broken_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
     """Two plugins of a module are each told by their own name, whatever the entry point is called."""
     both = plugin("logger", "Logger", "def opens(self): ...\n").replace(
