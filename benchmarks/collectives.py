@@ -19,7 +19,7 @@ from hpctrain_tools.bench import Spread, spread
 
 from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.settings import BACKEND
+from hpctrain.mpi.process_group import BACKEND
 
 BACKENDS = ("mpi", "gloo", "mpi4py")
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")

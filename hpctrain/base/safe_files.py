@@ -27,6 +27,20 @@ SMALL_BYTES = 16 * 2**20
 _UNMAPPED = 65534  # the owner of root's directories in a container that maps this user only
 TABLE_BYTES = 128 * 2**20
 """Far more than a JSON table needs: the largest one measured had 1 MB."""
+# names in the directory of a run; contracts/scheduler.py has those of a submitted one
+RESOLVED = "job.resolved.toml"
+"""The job with every default written out, as its newest start found it."""
+METRICS = "metrics.jsonl"
+"""The rows of steps and evaluations."""
+STARTS = "starts.jsonl"
+"""A line for each start, and one for each time that steps were lost."""
+CHECKPOINTS = "checkpoints"
+LOGS = "log"
+
+
+def log_of(directory: Path, rank: int) -> Path:
+    """A rank's log."""
+    return directory / LOGS / f"rank-{rank:05d}.log"
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore as HashStore
 # The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
-__all__ = ["AllgatherOptions", "accelerator_group"]
+__all__ = ["AllgatherOptions", "make_group"]
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -61,24 +61,6 @@ def group_around(
     group._set_group_desc("")
     made: dist.ProcessGroup = group
     return made
-
-
-def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
-    """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
-
-    options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
-    `timeout`. Collective. Raises OSError where torch has none.
-    """
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    name = dist.Backend.default_device_backend_map.get(device.type)
-    if name is None:
-        raise OSError(f"found tensors on {device.type}, between which torch has no communication")
-    options.store = PrefixStore(f"{name}/", options.store)
-    made = make_backend(name, options, device)
-    if isinstance(made, dist.ProcessGroup):
-        return made
-    return group_around(made, options, dist.Backend.backend_type_map[name], [device.type])
 
 
 def make_backend(name: str, options: Any, device: torch.device) -> Any:
@@ -163,12 +145,3 @@ class PythonMessageWork(dist.Work):
     def _source_rank(self) -> int:
         """torch.distributed.recv calls this after a receive from any rank."""
         return self.source_rank()
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The group that a functional collective names."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    resolve: Any = _resolve_process_group  # its argument has a type of its own since torch 2.13
-    found: dist.ProcessGroup = resolve(name)
-    return found

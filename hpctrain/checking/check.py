@@ -33,7 +33,6 @@ from hpctrain.model.trials import refuse_hidden_state
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.entry_points import entry_points
 from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.plugins.slots import OPTIONAL
 from hpctrain.ranks.detection import torchrun_variables
 
 __all__ = ["CheckedJob", "check"]
@@ -69,8 +68,7 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     """Each stage needs what the one before has made, so all problems of a stage are reported at once."""
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
-    asked = {*raw.tables, *({"pipeline_schedule"} if "parallelism" in raw.tables else ())}
-    registry = build_registry(lists.get("load", ()), lists.get("block", ()), OPTIONAL - asked)
+    registry = build_registry(lists.get("load", ()), lists.get("block", ()), complete=False)
     problems = _unknown_names(lists.get("block", ()), registry)
     job = _core_tables(raw, problems)
     made = PartsMaker(raw, registry, problems).make_all()

@@ -15,7 +15,13 @@ from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
 from hpctrain.model.parameters import trained_names
-from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained
+from hpctrain.model.refusals import (
+    refuse_batch_norms,
+    refuse_embeddings,
+    refuse_unmatched,
+    refuse_unsaved_buffers,
+    refuse_untrained,
+)
 from hpctrain.plugins.user_code import is_reference
 
 Problems = Iterator[PlacedProblem]

@@ -16,7 +16,7 @@ from hpctrain.job.tables import ParameterGroup
 from hpctrain.job.toml import Key
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
+from hpctrain.plugins.slots import SLOTS, TABLES, Slot, choice_of, table_class
 from hpctrain.plugins.user_code import as_plugin, is_reference
 
 
@@ -58,18 +58,8 @@ class PartsMaker:
     def _table(self, slot: Slot, table: Any, key: Key) -> Any:
         if not isinstance(table, dict):
             return None
-        assert slot.key is not None
-        if slot.numbered is not None and slot.key not in table:
-            short, prefix = slot.numbered
-            number = table.get(short, 0)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                return None  # the core's table has reported it
-            return self._plugin(slot, f"{prefix}{number}", table, key, short)
-        field = table_class(slot).model_fields[slot.key]
-        name = table.get(slot.key, None if field.is_required() else field.default)
-        if not isinstance(name, str):
-            return None  # missing or of a wrong type: the core's table has reported it
-        return self._plugin(slot, name, table, key, slot.key)
+        chosen_by, name = choice_of(slot, table)
+        return self._plugin(slot, name, table, key, chosen_by) if isinstance(name, str) else None
 
     def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
         own = table_class(slot).model_fields
@@ -127,6 +117,7 @@ class PartsMaker:
 
     def _owners(self, slot: Slot, option: str) -> str | None:
         """A hint: the other plugins of the slot that have the option."""
+        self.registry.complete(slot.name)
         entries = sorted(self.registry.entries.items())
         names = [name for (kind, name), one in entries if kind == slot.name and option in one.cls.Options.model_fields]
         if not names or not slot.key:

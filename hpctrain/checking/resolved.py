@@ -11,13 +11,12 @@ import tomli_w
 from pydantic import BaseModel
 
 from hpctrain.base.errors import UsageError, reason
-from hpctrain.base.safe_files import read_bytes, replacing
+from hpctrain.base.safe_files import RESOLVED, read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import placed
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.raw import value_at
-from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.toml import written
 
 # keys that must match for a directory's checkpoints to belong to this job

@@ -90,7 +90,7 @@ def _start(
     command: str, job: Path, ranks: int | None, overrides: Sequence[str], words: Sequence[str], restarts: int, hostfile: Path | None
 ) -> int:  # fmt: skip
     """The exit code of ranks that the command `start` starts, which comes as those of any plugin."""
-    from hpctrain.plugins.entry_points import offers
+    from hpctrain.cli.groups import offers
 
     start = next((offer for offer in offers("", ()) if offer.name == "start"), None)
     if start is None:
@@ -114,7 +114,7 @@ class _Read:
             self._error = error
 
     def export(self) -> None:
-        """Set the variables of [environment]. A rank that can't read the file sets none, which the ranks tell when they meet."""
+        """Set the variables of [environment]. A rank that can't read the file sets none."""
         from hpctrain.job.environment import export
 
         if self._job is not None:

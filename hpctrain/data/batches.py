@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import default_collate
 
-from hpctrain.base.draws import Draws, Name
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.items import refuse_fewer_rows, refuse_other_item, refuse_reused_memory, snapshot
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
+
+if TYPE_CHECKING:
+    from hpctrain.base.draws import Draws, Name
 
 # the most samples that a sentence names
 _SHOWN = 32
@@ -46,6 +48,12 @@ class Loaded:
     seconds: float = 0.0
 
 
+def _draws_of(seed: int, samples: Samples) -> Draws:
+    from hpctrain.base.draws import Draws  # here: most samples draw nothing
+
+    return Draws(seed, samples)
+
+
 def name_of_batch(planned: Planned) -> Name:
     """The name of what a collation draws: it follows from the first sample, so that ranks and workers don't matter."""
     return "collate", planned.positions[0] if planned.positions else None, planned.place
@@ -68,12 +76,15 @@ def collated(source: Source, collate: Collate, items: list[Any], planned: Planne
 class Batches:
     """The micro batches of samples, by what is planned for them: a dataset for torch's DataLoader."""
 
+    ends_unplanned = False
+    """Whether they may end before what is planned for them."""
+
     def __init__(
         self, samples: Samples, collate: Collate = default_collate, seed: int = 0, name: str = "the data set"
     ) -> None:
         """seed: of what samples draw. name: of the data set, for messages."""
         self._samples, self._collate, self._name = samples, collate, name
-        self._draws = Draws(seed, samples) if samples.draws else None
+        self._draws = _draws_of(seed, samples) if samples.draws else None
         self._has_given, self._epoch, self._size = False, 0, max(1, len(samples))
         self.draws = samples.draws
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import ContractError
+from hpctrain.contracts.model import tensors_in
 
 LOG = logging.getLogger("hpctrain")
 
@@ -64,7 +65,7 @@ def refuse_fewer_rows(name: str, items: int, batch: Any) -> None:
 
     A batch that packs items into fewer rows, or has them in another dim, has other shapes.
     """
-    tensors = [one for one in _tensors(batch) if one.dim()]
+    tensors = [one for one in tensors_in(batch) if one.dim()]
     rows = {len(one) for one in tensors}
     elsewhere = any(items in one.shape for one in tensors)
     if not elsewhere and len(rows) == 1 and items / 2 < (count := rows.pop()) < items:
@@ -72,13 +73,6 @@ def refuse_fewer_rows(name: str, items: int, batch: Any) -> None:
             f"{name} made a batch of {count} rows from {items} items in its collation, expected a row for each: the "
             "mean of the loss would be over fewer samples than the job says; leave items out in the data set"
         )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for one in inner for tensor in _tensors(one)]
 
 
 def _bits(tensor: Tensor) -> object:

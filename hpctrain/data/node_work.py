@@ -17,54 +17,33 @@ from hpctrain.ranks.json_collectives import Outcome, attempt, gather_values, low
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
 
 
-class NodeWork:
-    """`DatasetContext.once_per_node` of this rank. It remembers the values by name."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._values: dict[str, Any] = {}
-
-    def __call__(self, name: str, action: Callable[[], Any]) -> Any:
-        """Collective over the world."""
-        if name not in self._values:
-            self._values[name] = _shared(self._node, action)
-        return self._values[name]
-
-
-def _shared(node: str, action: Callable[[], Any]) -> Any:
+def shared_on_node(node: str, action: Callable[[], Any]) -> Any:
+    """The value of an action that one rank of each node computes. Collective over the world. node: of this rank."""
     everyone: list[tuple[str, list[int]]] = gather_values((node, sorted(_cores())))
     mine = [rank for rank, (other, _) in enumerate(everyone) if other == node]
-    work = None
-    if mine[0] == dist.get_rank():
-        work = _NodeWork(action, {core for rank in mine for core in everyone[rank][1]})
+    cores = {core for rank in mine for core in everyone[rank][1]}
+    outcomes: list[Outcome[Any]] = []
+    thread = threading.Thread(target=_work, args=(action, cores, outcomes), name="node-work", daemon=True)
+    works = mine[0] == dist.get_rank()
+    if works:
+        thread.start()
     pause = _FIRST_PAUSE
     # many short collectives instead of a long one: none may take longer than the communicator's time limit
-    while sum_of(int(work is not None and work.goes_on)):
+    while sum_of(int(thread.is_alive())):
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     assert dist.group.WORLD is not None
-    outcome = lowest_error(None if work is None else work.outcome, dist.group.WORLD)
+    without = RuntimeError("the work of this node ended without a result") if works else None
+    outcome = lowest_error(outcomes[0] if outcomes else without, dist.group.WORLD)
     return gather_values(raised(outcome))[mine[0]]
 
 
-class _NodeWork:
-    """An action on a thread that may use all `cores`. Launchers often bind a rank to its share, but the others wait."""
-
-    def __init__(self, action: Callable[[], Any], cores: set[int]) -> None:
-        self._action, self._cores = action, cores
-        self.outcome: Outcome[Any] = RuntimeError("the work of this node ended without a result")
-        self._thread = threading.Thread(target=self._run, name="node-work", daemon=True)
-        self._thread.start()
-
-    @property
-    def goes_on(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        if self._cores:
-            with suppress(OSError):  # a container may forbid it; then this rank's own cores must do
-                os.sched_setaffinity(0, self._cores)  # of this thread, and of the threads that it starts
-        self.outcome = attempt(self._action)
+def _work(action: Callable[[], Any], cores: set[int], outcomes: list[Outcome[Any]]) -> None:
+    """Append the action's outcome. It may use all `cores`: launchers often bind a rank to its share, but the others wait."""
+    if cores:
+        with suppress(OSError):  # a container may forbid it; then this rank's own cores must do
+            os.sched_setaffinity(0, cores)  # of this thread, and of the threads that it starts
+    outcomes.append(attempt(action))
 
 
 def _cores() -> set[int]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.base.safe_files import cache_directory
 from hpctrain.contracts.dataset import DatasetContext, Lengths, Mixture, Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
-from hpctrain.data.mixture import MixtureOrder
-from hpctrain.data.node_work import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.refusals import (
@@ -27,10 +27,12 @@ from hpctrain.data.refusals import (
     refuse_weights,
 )
 from hpctrain.data.shapes import capacity, sequence_multiple
-from hpctrain.data.tokens import TokenPlan, global_batches, whole_batches
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code.reference import is_reference
+
+if TYPE_CHECKING:
+    from hpctrain.data.tokens import TokenPlan
 
 # the most epochs that one token batch may span; its samples are looked up all at once
 _EPOCHS = 100
@@ -133,11 +135,14 @@ def _digest_of(mixture: Mixture) -> str:
     return hashlib.blake2b(repr((parts, phases)).encode(), digest_size=8).hexdigest()
 
 
-def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None) -> MixtureOrder:
+def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None) -> Order:
     """The order of a mixture, whose phases begin where the batches of their first steps do.
 
     Phases behind the last step count, too: the order up to there must be that of a longer job.
     """
+    from hpctrain.data.mixture import MixtureOrder  # here, as the other parts that few jobs need
+    from hpctrain.data.tokens import global_batches
+
     (first, shares), *later = mixture.phases
     order, begin = MixtureOrder(mixture.parts, [(first, shares)], job.job.seed, fingerprint), 0
     for step, shares in later:
@@ -160,12 +165,26 @@ def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
         job.dataset.cache or cache_directory(),
         by_tokens=job.batch.tokens is not None,
     )
-    context = replace(context, may_estimate=True) if node is None else replace(context, once_per_node=NodeWork(node))
+    context = replace(context, **({"may_estimate": True} if node is None else {"once_per_node": once_per_node(node)}))
     if longest and context.seq_length and context.seq_length > longest:
         raise UsageError(
             f"[dataset] seq_length: {context.seq_length} is longer than the model's max_seq_length {longest}"
         )
     return context
+
+
+def once_per_node(node: str) -> Callable[[str, Callable[[], Any]], Any]:
+    """`DatasetContext.once_per_node` of this rank. It remembers the values by name."""
+    values: dict[str, Any] = {}
+
+    def once(name: str, action: Callable[[], Any]) -> Any:
+        if name not in values:
+            from hpctrain.data.node_work import shared_on_node
+
+            values[name] = shared_on_node(node, action)
+        return values[name]
+
+    return once
 
 
 def make_plan(
@@ -175,6 +194,8 @@ def make_plan(
     batch = job.batch
     if lengths is None:
         return _plan_by_samples(job, samples, rank, ranks)
+    from hpctrain.data.tokens import TokenPlan
+
     assert batch.tokens is not None
     room, multiple = capacity(job, parts), sequence_multiple(job, parts)
     return TokenPlan(lengths, batch.tokens, room, multiple, rank, ranks, batch.packing)
@@ -265,4 +286,6 @@ def steps_of_epochs(job: Job, samples: int, order: Order, lengths: Lengths | Non
     end = int((job.job.epochs or 0) * samples)
     if lengths is None:
         return _plan_by_samples(job, samples, 0, 1).steps_between(begin, end)
+    from hpctrain.data.tokens import whole_batches
+
     return whole_batches(order, lengths, job.batch.size, end, begin)

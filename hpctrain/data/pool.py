@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -22,10 +22,12 @@ from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.torch_private import end_workers
 from hpctrain.data.batches import Batches, Loaded
 from hpctrain.data.plan import Planned
-from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.ranks.prints import label_prints, labels_of_prints
 from hpctrain.ranks.signals import STOPPING, keep_from_children
 from hpctrain.ranks.watchdog.stacks import be_watched, forget_lines, share_lines
+
+if TYPE_CHECKING:
+    from hpctrain.data.streams import EvaluatedStream, TrainedStream
 
 LOG = logging.getLogger("hpctrain")
 
@@ -73,7 +75,7 @@ class Pool:
         draws_here: whether code that may draw random numbers runs in this process.
         """
         self.prefetch, self._workers = prefetch, workers
-        self.ends_unplanned = isinstance(batches, EvaluatedStream)
+        self.ends_unplanned = batches.ends_unplanned
         self.draws_here = batches.draws and workers == 0
         self._requests = _PassSampler()
         self._processes: list[BaseProcess] = []

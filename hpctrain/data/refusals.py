@@ -11,7 +11,6 @@ from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.contracts.dataset import Lengths, Mixture, Samples, Source, Stream, Weights
 from hpctrain.contracts.model import TokenModel
 from hpctrain.data.shapes import capacity, make_collation, sequence_multiple
-from hpctrain.data.tokens import padded
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
@@ -105,6 +104,9 @@ def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
 
 
 def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
+    """UsageError for a sample that fits no forward, or no step."""
+    from hpctrain.data.tokens import padded  # here: only jobs with batches by tokens need it
+
     index = int(np.argmax(lengths))
     length, multiple = int(lengths[index]), sequence_multiple(job, parts)
     size = padded(length, multiple)

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_attention import Documents
 from hpctrain.contracts.dataset import Collate, Source
-from hpctrain.contracts.model import Batch, PaddedModel
+from hpctrain.contracts.model import Batch, PaddedModel, tensors_in
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
@@ -155,7 +155,7 @@ class OneShape:
 
     def __call__(self, batch: Batch) -> Batch:
         """Raises TrainingError for another shape."""
-        found = _shapes(batch)
+        found = [tuple(one.shape) for one in tensors_in(batch)]
         if self._first is None:
             self._first = found
         elif found != self._first:
@@ -164,10 +164,3 @@ class OneShape:
                 "to one length"
             )
         return self._split(batch)
-
-
-def _shapes(value: Any) -> list[tuple[int, ...]]:
-    if isinstance(value, Tensor):
-        return [tuple(value.shape)]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [shape for one in inner for shape in _shapes(one)]

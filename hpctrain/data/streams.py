@@ -116,7 +116,7 @@ class TrainedStream:
     ) -> None:
         """name: of the data set, for messages."""
         self._stream, self._collate, self._seed, self._reading, self._name = stream, collate, seed, reading, name
-        self._has_given, self.draws = False, stream.draws
+        self._has_given, self.draws, self.ends_unplanned = False, stream.draws, False
         self._position = reading.position
         self._reader: Reader | None = None
         self._shard = 0
@@ -161,7 +161,7 @@ class EvaluatedStream:
     def __init__(self, stream: Stream, collate: Collate, seed: int) -> None:
         self._stream, self._collate, self._seed = stream, collate, seed
         self._reader: Reader | None = None
-        self.draws = stream.draws
+        self.draws, self.ends_unplanned = stream.draws, True
 
     def __getitem__(self, planned: Planned) -> Loaded | None:
         """None behind the end. A rank without an item in the last block repeats the block's first, which does not count."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,6 @@ def refuse_shared_caches() -> None:
         )
 
 
-def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:
-    """This process's value of each variable of the job, and for those that `export` has set; None for nothing."""
-    return {name: os.environ.get(name) for name in sorted({*variables(tables), *_exported})}
-
-
 def described(tables: Mapping[str, Any]) -> str:
     """The variables of the job in this process, for the screen and the log; "" if there are none."""
     words = []
@@ -170,16 +165,3 @@ def described(tables: Mapping[str, Any]) -> str:
         else:
             words.append(f"{name}={text}" + (", set too late: its reader had started" if name in _late else ""))
     return escaped("; ".join(words))
-
-
-def compare(mine: Mapping[str, str | None], first: Mapping[str, str | None]) -> tuple[Sequence[str], Sequence[str]]:
-    """The variables that a rank lacks or has in excess of rank 0, and those with other values, as "found ...; rank 0 has ..."."""
-    names = sorted({*mine, *first})
-    odd = [name for name in names if (mine.get(name) is None) != (first.get(name) is None)]
-    other = [name for name in names if name not in odd and mine.get(name) != first.get(name)]
-
-    def sentence(name: str) -> str:
-        found, expected = (text if text is not None else "nothing" for text in (mine.get(name), first.get(name)))
-        return escaped(f"{name}: found {found}; rank 0 has {expected}")
-
-    return [sentence(name) for name in odd], [sentence(name) for name in other]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.base.errors import UsageError, escaped
-from hpctrain.base.safe_files import open_to_change
-from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED
+from hpctrain.base.safe_files import CHECKPOINTS, METRICS, RESOLVED, open_to_change
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0

@@ -18,7 +18,7 @@ from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job, ModelTable
 from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of, no_loss
-from hpctrain.model.batch_norm import has_batch_norms
+from hpctrain.model.refusals import has_batch_norms
 from hpctrain.plugins.user_code.python_objects import referenced
 
 # tables in which models may differ

@@ -6,9 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.base.batch_norm import SynchronizedBatchNorm
-from hpctrain.base.errors import UsageError
-
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from hpctrain.model.refusals import BATCH_NORMS, refuse_batch_norms
 
 
 class RankBatchNorm(SynchronizedBatchNorm):
@@ -30,29 +28,11 @@ class RankBatchNorm(SynchronizedBatchNorm):
         return values
 
 
-def has_batch_norms(module: nn.Module) -> bool:
-    """Whether there is something to synchronize."""
-    return any(isinstance(one, _KINDS) for one in module.modules())
-
-
-def refuse_batch_norms(module: nn.Module, name: str) -> None:
-    """Raises UsageError unless the model `name` has batch norms, all of them torch's own."""
-    norms = [one for one in module.modules() if isinstance(one, _KINDS)]
-    other = next((one for one in norms if type(one) not in _KINDS), None)
-    if other is not None:
-        raise UsageError(
-            f"[model] sync_batch_norm: the model {name!r} has a {type(other).__name__}, a BatchNorm with code of its own, which "
-            "would go on to normalize one rank's micro batch; expected torch's own BatchNorm1d, 2d or 3d"
-        )
-    if not norms:
-        raise UsageError(f"[model] sync_batch_norm: the model {name!r} has no BatchNorm; leave the key out")
-
-
 def synchronize_batch_norms(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Let the batch norms of `module` normalize over the ranks of `group`, with their parameters, buffers and hooks. Raises the
     errors of `refuse_batch_norms`."""
     refuse_batch_norms(module, name)
     for one in module.modules() if group.size() > 1 else ():
-        if isinstance(one, _KINDS):
+        if isinstance(one, BATCH_NORMS):
             one.__class__ = RankBatchNorm
             one.group = group  # type: ignore[assignment]  # no module, which would have parameters

@@ -105,7 +105,7 @@ def build_model(
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze, job.model.trainable)
     if job.model.sync_batch_norm:
-        from hpctrain.model.batch_norm import synchronize_batch_norms
+        from hpctrain.model.batch_norm import synchronize_batch_norms  # here: few jobs have the key
 
         synchronize_batch_norms(module, spec.name, meshes.batch_group())
     outline = Outline.of(module)

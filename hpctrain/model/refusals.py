@@ -26,6 +26,8 @@ from hpctrain.ranks.json_collectives import gather_values
 # sums of such remainders over pieces and ranks fit into int64
 _MODULUS = 2**40
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
     """Raises UsageError for buffers that nobody would initialize: on the meta device no tensor has values."""
@@ -55,6 +57,24 @@ def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> No
             f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank for its own samples: "
             f"{data_ranks} data-parallel ranks would diverge; build it without max_norm, and scale its output"
         )
+
+
+def has_batch_norms(module: nn.Module) -> bool:
+    """Whether there is something to synchronize."""
+    return any(isinstance(one, BATCH_NORMS) for one in module.modules())
+
+
+def refuse_batch_norms(module: nn.Module, name: str) -> None:
+    """Raises UsageError unless the model `name` has batch norms, all of them torch's own."""
+    norms = [one for one in module.modules() if isinstance(one, BATCH_NORMS)]
+    other = next((one for one in norms if type(one) not in BATCH_NORMS), None)
+    if other is not None:
+        raise UsageError(
+            f"[model] sync_batch_norm: the model {name!r} has a {type(other).__name__}, a BatchNorm with code of its own, which "
+            "would go on to normalize one rank's micro batch; expected torch's own BatchNorm1d, 2d or 3d"
+        )
+    if not norms:
+        raise UsageError(f"[model] sync_batch_norm: the model {name!r} has no BatchNorm; leave the key out")
 
 
 def refuse_untrained(spec: ModelSpec, trained: Sequence[str]) -> None:

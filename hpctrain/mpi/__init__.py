@@ -29,11 +29,11 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from hpctrain.base.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
-from hpctrain.mpi.settings import BACKEND, Settings
-from hpctrain.mpi.transfer.waiting import Patience, wait_until
+from hpctrain.mpi.process_group import BACKEND, Settings
 
 if TYPE_CHECKING:
     from hpctrain.mpi.library import MPI
+    from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
 __all__ = [
     "BACKEND",
@@ -55,11 +55,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`MPI`, mpi4py's module, on first use: it starts MPI, with threads, and without ports where all ranks share a node."""
+    """What a program without MPI does not need. `MPI`, mpi4py's module, starts MPI, with threads, and without ports where all
+    ranks share a node."""
     if name == "MPI":
         from hpctrain.mpi.library import MPI
 
         return MPI
+    if name in ("Patience", "wait_until"):
+        from hpctrain.mpi.transfer import waiting
+
+        return getattr(waiting, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

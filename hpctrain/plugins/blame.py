@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import FrameType, TracebackType
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from hpctrain.ranks.watchdog.stacks import FIRST_PARTY
 LOG = logging.getLogger("hpctrain")
 
 _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
+_USERS_MODEL = "hpctrain.plugins.user_code.model"
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
@@ -56,21 +57,20 @@ def users_code(what: str) -> Iterator[None]:
         raise UsageError(f"{said}; check what is called and its arguments, the other keys of the table") from error
 
 
-def retell_model_error(error: BaseException | None, calls: Mapping[CodeType, str]) -> None:
+def retell_model_error(error: BaseException | None) -> None:
     """Raise TrainingError if the user's own model or loss raised `error` on a batch, or a layer in a forward that an axis cuts into
     stages; do nothing for other errors.
 
-    calls: methods of a model plugin that take a `batch` and call the user's code, with their names for the sentence. Called
-    late, because an axis may explain an error of its first micro batch better.
+    Called late, because an axis may explain an error of its first micro batch better.
     """
     if error is None or isinstance(error, HpctrainError):
         return
     what, batch, trace = "the model's forward", "", error.__traceback__
-    while trace is not None and trace.tb_frame.f_code not in calls:
+    while trace is not None and not _calls_users_model(trace.tb_frame):
         trace = trace.tb_next
     if trace is not None:
         called = trace.tb_frame.f_locals
-        what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
+        what = f"[model] name = {called['self'].name!r}: its {trace.tb_frame.f_code.co_name}"
         batch = f", on a batch of {_shapes(called.get('batch'))}"
     else:
         while error is not None and not failing_layer(error.__traceback__):
@@ -83,6 +83,11 @@ def retell_model_error(error: BaseException | None, calls: Mapping[CodeType, str
     LOG.info("%s failed", what, exc_info=error)
     said = f"{what} {_raised(error)}{failing_layer(trace)}{batch}"
     raise TrainingError(f"{said}\n{_users_frames(trace)}".rstrip()) from error
+
+
+def _calls_users_model(frame: FrameType) -> bool:
+    """Whether a frame is that of a model plugin's method, with a `batch`, which calls the user's module or loss."""
+    return frame.f_globals.get("__name__") == _USERS_MODEL and frame.f_code.co_name in ("forward", "loss")
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:

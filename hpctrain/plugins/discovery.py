@@ -55,34 +55,18 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def load(
-    manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str], left_out: Collection[str] = ()
-) -> tuple[list[ModuleSource], list[Fault]]:
-    """Register every plugin module on `manager`; return the faults of modules that cannot be registered.
-
-    `block` holds entry point names, module names or distribution names. left_out: slots of which first-party modules, whose entry
-    points are named by their slot, are not imported.
-    """
+def sources_of(modules: Sequence[str], block: Collection[str]) -> tuple[list[ModuleSource], list[Fault]]:
+    """The sources of all plugin modules, and the faults of those that `block` names by entry point, module or distribution."""
     found = (source for source in entry_points() if source.command is None)
     sources = sorted(found, key=lambda s: (s.distribution, s.entry_point))
-    sources = [one for one in sources if one.distribution != PROJECT or one.slot not in left_out]
     known = {source.module for source in sources}
     sources += [ModuleSource(module) for module in modules if module not in known]
-    active: list[ModuleSource] = []
-    faults: list[Fault] = []
-    for source in sources:
-        if source.names & set(block):
-            faults.append(Fault(source, "blocked", "it is listed in [plugins] block"))
-            continue
-        why = _load(manager, source)
-        if why is None:
-            active.append(source)
-        else:
-            faults.append(Fault(source, "broken", why))
-    return active, faults
+    blocked = {source.module for source in sources if source.names & {*block}}
+    faults = [Fault(one, "blocked", "it is listed in [plugins] block") for one in sources if one.module in blocked]
+    return [source for source in sources if source.module not in blocked], faults
 
 
-def _load(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
+def load(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
     """Import and register one module; return a sentence if that fails."""
     module = usable_module(source, import_module if source.distribution else import_from_here)
     return module if isinstance(module, str) else register(manager, module, source.key)

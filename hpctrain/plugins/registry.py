@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.discovery import Fault, load, new_manager
+from hpctrain.plugins.discovery import Fault, load, new_manager, sources_of
 from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
@@ -35,9 +35,15 @@ class Registered:
 
 @dataclass
 class Registry:
-    """The installed plugins. faults: unusable modules and plugins."""
+    """The installed plugins. faults: unusable modules and plugins.
+
+    A first-party module, whose entry points have the names of its plugins, is imported when one of them is asked for, or all of
+    its slot: most jobs use a fourth of them. Others may call their entry points as they like.
+    """
 
     manager: pluggy.PluginManager
+    waiting: list[ModuleSource]
+    """The modules that are not imported yet."""
     entries: dict[tuple[str, str], Registered] = field(default_factory=dict)
     sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -45,6 +51,32 @@ class Registry:
     """Remarks for users of a plugin, by slot and name."""
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
+    claims: dict[tuple[str, str], list[Registered]] = field(default_factory=dict)
+    """Everything that was imported, by slot and name: one of them has the name."""
+
+    def load(self, sources: Sequence[ModuleSource]) -> None:
+        """Import modules that wait, and take their plugins."""
+        claimed = set()
+        for module in dict.fromkeys(source.module for source in sources):
+            own = [source for source in self.waiting if source.module == module]
+            self.waiting = [source for source in self.waiting if source.module != module]
+            why = load(self.manager, own[0])
+            if why is not None:
+                self.faults += [Fault(source, "broken", why) for source in own]
+                continue
+            self.sources.append(own[0])
+            for slot in SLOTS.values():
+                for hook in getattr(self.manager.hook, slot.hook).get_hookimpls():
+                    if hook.plugin_name == own[0].key:
+                        for one in _collect(self, slot, own, hook.function):
+                            self.claims.setdefault(key := (slot.name, one.cls.name), []).append(one)
+                            claimed.add(key)
+        for key in sorted(claimed):
+            _settle(self, key, self.claims[key])
+
+    def complete(self, *slots: str) -> None:
+        """Import what waits in these slots, or everything."""
+        self.load([source for source in self.waiting if not slots or source.slot in slots])
 
     def told(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
@@ -53,10 +85,12 @@ class Registry:
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
+        self.complete(slot)
         return sorted(name for kind, name in self.entries if kind == slot)
 
     def made(self, slot: str) -> list[Any]:
         """The plugins of `slot` that can be created without options, by name."""
+        self.complete(slot)
         plugins = []
         for (kind, _), entry in sorted(self.entries.items(), key=lambda one: one[0]):
             if kind == slot:
@@ -79,6 +113,9 @@ class Registry:
 
     def find(self, slot: str, name: str) -> Registered:
         """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""
+        self.load([source for source in self.waiting if source.entry_point == f"{slot}.{name}"])
+        if (slot, name) not in self.entries:
+            self.complete(slot)
         entry = self.entries.get((slot, name))
         if entry is not None:
             self.used.add((slot, name))
@@ -93,50 +130,43 @@ class Registry:
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
 
 
-def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), left_out: Collection[str] = ()) -> Registry:
-    """Load every plugin, but for first-party ones of the slots `left_out`. Raises EnvironmentUnfitError for a broken module of
-    `modules`, which the job asks for."""
-    manager = new_manager()
-    sources, faults = load(manager, modules, block, left_out)
-    registry = Registry(manager, sources=sources, faults=faults)
-    by_plugin = {source.key: source for source in sources}
-    claims: dict[tuple[str, str], list[Registered]] = {}
-    for slot in SLOTS.values():
-        for hook in getattr(manager.hook, slot.hook).get_hookimpls():
-            source = by_plugin[hook.plugin_name]
-            for one in _collect(registry, slot, source, hook.function):
-                claims.setdefault((slot.name, one.cls.name), []).append(one)
-    for key, claimants in claims.items():
-        _settle(registry, key, claimants)
-    chosen = [one.cls for one in registry.entries.values()]
-    inner = {slot for cls in chosen for slot in (*cls.holds.values(), *cls.chooses.values())}
-    if inner.intersection(left_out):
-        return build_registry(modules, block, {*left_out} - inner)
+def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), complete: bool = True) -> Registry:
+    """The plugins of all modules; if not `complete`, first-party ones are imported when they are asked for. Raises
+    EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
+    sources, faults = sources_of(modules, block)
+    registry = Registry(new_manager(), sources, faults=faults)
+    registry.load([source for source in sources if complete or source.distribution != OWN])
     for fault in registry.faults:
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     return registry
 
 
-def _collect(registry: Registry, slot: Slot, source: ModuleSource, function: object) -> list[Registered]:
-    """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins."""
+def _collect(registry: Registry, slot: Slot, sources: Sequence[ModuleSource], function: object) -> list[Registered]:
+    """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins.
+
+    sources: the module's entry points.
+    """
+    module = sources[0]
     try:
         classes = function()  # type: ignore[operator]
     except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
-        registry.faults.append(Fault(source, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
+        registry.faults.append(Fault(module, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
         return []
     if not isinstance(classes, (list, tuple)):
         why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
-        registry.faults.append(Fault(source, "broken", why))
+        registry.faults.append(Fault(module, "broken", why))
         return []
     usable = []
     for cls in classes:
         fault = _class_fault(slot, cls)
-        if fault is not None:
-            name = getattr(cls, "name", None)
-            registry.faults.append(Fault(source, "broken", fault, (slot.name, name) if isinstance(name, str) else None))
-            continue
-        usable.append(Registered(slot, cls, source))
+        name = getattr(cls, "name", None)
+        source = next((one for one in sources if one.entry_point == f"{slot.name}.{name}"), module)
+        if fault is None:
+            usable.append(Registered(slot, cls, source))
+        else:
+            key = (slot.name, name) if isinstance(name, str) else None
+            registry.faults.append(Fault(source, "broken", fault, key))
     return usable
 
 
@@ -144,10 +174,11 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
     """Decide who has the name `key`: another distribution rather than hpctrain."""
     others = [one for one in claimants if one.source.distribution != OWN] or claimants
     if len(others) > 1:
-        both = " and ".join(str(one.source) for one in claimants)
-        for one in claimants:
+        both = " and ".join(str(one.source) for one in others)
+        for one in others:
             why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{one.source.module}"]'
-            registry.faults.append(Fault(one.source, "broken", f"{why}, or uninstall it", key))
+            fault = Fault(one.source, "broken", f"{why}, or uninstall it", key)
+            registry.faults += [] if fault in registry.faults else [fault]  # hpctrain's own may have come later
         return
     (chosen,) = others
     registry.entries[key] = chosen
@@ -169,7 +200,7 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
         return f"{expected}, found {cls!r}"
     if not isinstance(getattr(cls, "name", None), str) or not cls.name:
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
-    called, missing = f"{cls.__qualname__} ({cls.name})", _missing_members(cls)
+    called, missing = f"{cls.__qualname__} ({cls.name})", sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         return f"{expected}, and {called} lacks {', '.join(missing)}"
     unfit = _unfit_method(cls)
@@ -179,14 +210,6 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
     if taken:
         return f"{expected}, and {called} has the options {', '.join(taken)}, which are keys of the core's"
     return None
-
-
-def _missing_members(cls: type) -> list[str]:
-    """The abstract members that `cls` lacks, each with a name of the class that may be meant."""
-    lacking = sorted(getattr(cls, "__abstractmethods__", ()))
-    others = [name for name in dir(cls) if name[0] != "_" and name not in lacking]
-    near = {name: difflib.get_close_matches(name, others, 1, 0.8) for name in lacking}
-    return [name + (f" (it has {near[name][0]})" if near[name] else "") for name in lacking]
 
 
 def _unfit_method(cls: type) -> str:

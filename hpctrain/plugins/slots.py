@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -70,9 +71,6 @@ SLOTS: dict[str, Slot] = {
     )
 }
 
-OPTIONAL = frozenset({"parallelism", "pipeline_schedule", "logger", "hook", "metric", "scheduler"})
-"""Slots of which a job needs no plugin."""
-
 TABLES = [slot for slot in SLOTS.values() if not slot.inner]
 """The slots that have a table in the job file."""
 
@@ -85,3 +83,16 @@ def table_class(slot: Slot) -> type[BaseModel]:
     found = get_args(annotation)[0] if slot.many else annotation
     assert isinstance(found, type) and issubclass(found, BaseModel)
     return found
+
+
+def choice_of(slot: Slot, table: Mapping[str, Any]) -> tuple[str, Any]:
+    """The key that chooses the plugin of a table, and the plugin's name; no text if it is missing or of a wrong type, which the
+    core's table reports."""
+    assert slot.key is not None
+    if slot.numbered is not None and slot.key not in table:
+        short, prefix = slot.numbered
+        number = table.get(short, 0)
+        is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+        return short, f"{prefix}{number}" if is_number else None
+    field = table_class(slot).model_fields[slot.key]
+    return slot.key, table.get(slot.key, None if field.is_required() else field.default)

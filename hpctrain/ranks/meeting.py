@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.environment import compare
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
@@ -109,14 +109,12 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
     """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout` (None: MEETING_TIMEOUT)."""
     if identity.source == "alone":
         return World(identity, PrefixStore("hpctrain", HashStore()), channel)
-    from hpctrain.base.store.server import warn_of_stranger
-
     timeout = MEETING_TIMEOUT if timeout is None else timeout
     strangers: list[str] = []
 
     def tell(sentence: str) -> None:
         strangers.append(sentence)
-        warn_of_stranger(sentence)
+        logging.getLogger("hpctrain").warning("%s", sentence)
 
     if identity.source == "mpi":
         from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
@@ -132,34 +130,25 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
     return World(identity, PrefixStore("hpctrain", store), channel, strangers, store.close, store)
 
 
-def compare_ranks(
-    world: World, plugins: list[str], error: HpctrainError | None, environment: Mapping[str, str | None]
-) -> list[str]:
-    """Raise the same error on all ranks: rank 0's own, or one that lists the differences between ranks by rank and node.
-
-    environment: the variables of [environment] as this rank has them. A rank that lacks one is a difference; those with other
-    values are returned, a line each: nodes may have settings of their own in the shell.
-    """
+def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:
+    """Raise the same error on all ranks: rank 0's own, or one that lists the differences between ranks by rank and node."""
     mine = {
         "node": world.identity.node,
         "error": None if error is None else str(error),
         "software": [f"hpctrain {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"],
         "plugins": plugins,
-        "environment": dict(environment),
     }
     world.tell("report", mine)
 
-    def verdict() -> list[str]:
+    def verdict() -> None:
         if error is not None:
             raise error
         reports = world.collect("report")
         differences = _differences(reports)
         if differences:
             raise EnvironmentUnfitError("the ranks do not agree; make all nodes alike:\n  " + "\n  ".join(differences))
-        return [line for _, lines in _variables(reports) for line in lines]
 
-    remarks: list[str] = world.share("verdict", verdict)
-    return remarks
+    world.share("verdict", verdict)
 
 
 def _differences(reports: list[dict[str, Any]]) -> list[str]:
@@ -176,16 +165,7 @@ def _differences(reports: list[dict[str, Any]]) -> list[str]:
             if extra or missing:
                 found, expected = ", ".join(extra) or "nothing", ", ".join(missing) or "nothing"
                 lines.append(f"{where}: {kind}: found {found}; rank 0 on {first['node']} has {expected}")
-    return lines + [line for of_rank, _ in _variables(reports) for line in of_rank]
-
-
-def _variables(reports: list[dict[str, Any]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield for each rank a line for each variable that only it or only rank 0 has, and for each with another value."""
-    for rank, report in enumerate(reports):
-        odd, other = compare(report["environment"], reports[0]["environment"])
-        where = f"rank {rank} on {report['node']}: environment"
-        why = "each rank must be able to read the job file" if odd else ""
-        yield [f"{where}: {line} ({why})" for line in odd], [f"{where}: {line}" for line in other]
+    return lines
 
 
 def take_device(world: World, communicator: Communicator, accelerator: int | None = None) -> torch.device:

@@ -21,14 +21,13 @@ from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan, Planned
 from hpctrain.data.pool import Pool
 from hpctrain.data.shapes import OneShape, axis_of_one_shape, make_collation
-from hpctrain.data.streams import EvaluatedStream, TrainedStream
-from hpctrain.data.tokens import TokenPlan
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
 
 if TYPE_CHECKING:
+    from hpctrain.data.tokens import TokenPlan
     from hpctrain.training.stream_places import StreamPlaces
 
 # the most ranks that a message about different data names
@@ -65,7 +64,7 @@ class Feed:
         self._loader: Loader | None = None
         self._places: StreamPlaces | None = None
         if isinstance(self._training, Stream):
-            from hpctrain.training.stream_places import StreamPlaces
+            from hpctrain.training.stream_places import StreamPlaces  # here and below: most data is no stream
 
             self._places = StreamPlaces(self._training, rank, ranks, workers_of(job, self._training))
 
@@ -146,6 +145,8 @@ class Feed:
     def _training_pool(self, progress: Progress) -> Pool:
         if self._places is None:
             return make_pool(self._job, self._parts, self._training)
+        from hpctrain.data.streams import TrainedStream
+
         assert isinstance(self._training, Stream)
         reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
         collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
@@ -230,6 +231,8 @@ def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
     """Loads samples as the job says; of a stream the evaluations, each from its beginning."""
     collate, table, workers = make_collation(job, parts, source), job.dataset, workers_of(job, source)
     if isinstance(source, Stream):
+        from hpctrain.data.streams import EvaluatedStream
+
         return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
     batches = Batches(source, collate, job.job.seed, named(parts.dataset, with_version=False))
     return Pool(batches, workers, table.prefetch, table.start_method)

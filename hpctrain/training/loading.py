@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpctrain.base.errors import UsageError
+from hpctrain.base.safe_files import RESOLVED
 from hpctrain.base.torch_groups import HashStore
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checkpoint.directory import behind_name
@@ -20,7 +21,6 @@ from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
-from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_whole, given_names, source_of
 from hpctrain.model.parameters import named_tensors, tied_parameters

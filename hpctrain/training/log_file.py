@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.base.errors import UsageError, escaped, reason
-from hpctrain.base.safe_files import make_directory, open_to_change
+from hpctrain.base.safe_files import log_of, make_directory, open_to_change
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.run_files import log_of
 from hpctrain.ranks.prints import Labelled, tell
 
 LOG = logging.getLogger("hpctrain")

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import retell_model_error
-from hpctrain.plugins.user_code.model import CALLS
-from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import RankChannel, own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
@@ -63,8 +61,7 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
         raise UsageError(
             f"{caller} sets torch.distributed up itself, but it is set up already; call destroy_process_group() before"
         )
-    tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
-    with given_objects(tables) as plain:
+    with _plain(job) as plain:
         raw = RawJob(plain, {}, "job").refuse_values()
         hook = sys.excepthook
         try:
@@ -74,6 +71,15 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
     gc.collect()
+
+
+def _plain(job: Job | Mapping[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+    """The tables of a job, with references in place of objects."""
+    if isinstance(job, Job):
+        return nullcontext(job.model_dump(mode="json", exclude_unset=True))
+    from hpctrain.plugins.user_code.python_objects import given_objects  # here: a job file has none
+
+    return given_objects(job)
 
 
 def run_rank(
@@ -104,7 +110,7 @@ def exits_refused() -> Iterator[None]:
     try:
         yield
     except (SystemExit, GeneratorExit) as leave:
-        retell_model_error(leave, CALLS)
+        retell_model_error(leave)
         frame = traceback.extract_tb(leave.__traceback__)[-1]
         raise TrainingError(
             f"{frame.filename}:{frame.lineno} raised {type(leave).__name__}: {leave}; expected an error, or in a hook "

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageError, reason
-from hpctrain.base.safe_files import open_regular, reading, replacing
+from hpctrain.base.safe_files import METRICS, open_regular, reading, replacing
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger, LogWriter
-from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console

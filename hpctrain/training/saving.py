@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
+from hpctrain.base.safe_files import CHECKPOINTS
 from hpctrain.checkpoint.directory import step_of
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
 from hpctrain.checkpoint.state import SOURCE, TIED
@@ -19,7 +20,6 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts
-from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
 from hpctrain.ranks.json_collectives import together, world_group
 from hpctrain.training.model_state import optimizer_to_save, pieces_to_save, state_of_model, values_to_save

@@ -21,13 +21,12 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
-from hpctrain.job.environment import cached_on_node, described, in_effect, refuse_shared_caches
+from hpctrain.job.environment import cached_on_node, described, refuse_shared_caches
 from hpctrain.job.output_lock import OutputLock, set_aside
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.ranks.accelerators import agree_on_communicator
 from hpctrain.ranks.binding import bound
 from hpctrain.ranks.detection import fallback_notice, torchrun_variables
@@ -214,7 +213,7 @@ def _retold(start: Start) -> Iterator[None]:
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 start.hooks.call("hpctrain_exception", exception=error, identity=start.identity)
         retell_plugin_error(error, start.checked.registry, start.identity)
-        retell_model_error(error, CALLS)
+        retell_model_error(error)
         raise
     finally:
         if hasattr(start, "hooks"):
@@ -238,13 +237,13 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     except HpctrainError as problem:
         error = problem
     sources = [] if checked is None else [f"{s.module} {s.version}".strip() for s in checked.registry.sources]
-    remarks = compare_ranks(world, sources, error, in_effect(raw.tables))
+    compare_ranks(world, sources, error)
     assert checked is not None  # compare_ranks has raised otherwise
     if world.identity.rank == 0:
         for fault in checked.registry.faults:
             if fault.state == "broken":
                 tell(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}")
-        for remark in (*checked.registry.told(), *remarks):
+        for remark in checked.registry.told():
             tell(f"hpctrain: warning: {remark}")
     return checked
 

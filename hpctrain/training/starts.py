@@ -23,9 +23,8 @@ import torch
 from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.launcher_variables import TYPED, launcher_name
-from hpctrain.base.safe_files import open_to_change, read_bytes
+from hpctrain.base.safe_files import STARTS, open_to_change, read_bytes
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.run_files import STARTS
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")

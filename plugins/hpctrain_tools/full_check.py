@@ -11,6 +11,7 @@ from torch import nn
 
 from hpctrain.base.devices import device_of_rank
 from hpctrain.base.errors import EXIT_CHECKPOINT, HpctrainError, reason
+from hpctrain.base.safe_files import RESOLVED
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.choices import choices, lacking
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
@@ -24,7 +25,6 @@ from hpctrain.data.opening import Data, open_data
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem
 from hpctrain.job.raw import RawJob
-from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.tables import Job
 from hpctrain.model.build import given_names
 from hpctrain.model.parameters import tied_parameters, trained_names

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.cli.groups import OfferedCommand
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.entry_points import COMMAND, OfferedCommand
+from hpctrain.plugins.entry_points import COMMAND
 from hpctrain.plugins.registry import Registry
 
 

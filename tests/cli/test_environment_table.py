@@ -51,28 +51,6 @@ def test_the_shell_s_wins_and_the_screen_says_so(job: JobFile) -> None:
     assert "OMP_THREAD_LIMIT=55 of the shell instead of 77" in done.out, done
 
 
-@pytest.mark.thorough
-def test_ranks_with_other_values_are_named_and_train(job: JobFile) -> None:
-    job.set(environment={"NCCL_DEBUG": "WARN"})
-    words = hpctrain("run", "job.toml")
-    done = run([MPIEXEC, "-n", "1", *words, ":", "-n", "1", "env", "NCCL_DEBUG=INFO", *words], job.directory)
-    assert done.code == 0, done
-    assert re.search(r"warning: rank 1 on \S+: environment: NCCL_DEBUG: found INFO; rank 0 has WARN", done.err), done
-
-
-@pytest.mark.thorough
-def test_a_rank_without_the_job_file_is_named(job: JobFile, tmp_path: Path) -> None:
-    """Its MPI has started without the variables."""
-    job.set(environment={"NCCL_DEBUG": "WARN"})
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    words = hpctrain("run", "job.toml")
-    done = run([MPIEXEC, "-n", "1", *words, ":", "-n", "1", "-wdir", str(elsewhere), *words], job.directory)
-    assert done.code == 3 and not job.output.exists(), done
-    found = r"rank 1 on \S+: environment: NCCL_DEBUG: found nothing; rank 0 has WARN \(each rank must be able to read the job"
-    assert re.search(found, done.err), done
-
-
 @pytest.mark.nightly
 def test_a_check_sets_nothing_and_refuses_code(job: JobFile) -> None:
     job.set(environment={"LD_PRELOAD": "/x.so", **SHOWN})

@@ -23,7 +23,7 @@ from hpctrain.api import (
     PipelineSchedule,
     hookimpl,
 )
-from hpctrain.base.torch_groups import PythonGroup, accelerator_group
+from hpctrain.base.torch_groups import PythonGroup, group_around
 
 # parallelism
 
@@ -246,7 +246,9 @@ communicator = lambda told: planted("communicator", "name", told, 2)  # noqa: E7
 class _Communicator(Communicator):
     def backend(self):
         def create(options, _):
-            return self.group(accelerator_group(torch.device("cpu"), options))
+            place = options.store, options.group_rank, options.group_size, options.timeout
+            gloo = dist.ProcessGroupGloo(*place)
+            return self.group(group_around(gloo, options, dist.ProcessGroup.BackendType.GLOO, ["cpu"]))
 
         dist.Backend.register_backend(self.name, create, extended_api=True, devices=["cpu"])
         return self.name

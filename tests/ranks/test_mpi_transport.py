@@ -16,8 +16,7 @@ from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.mpi import BACKEND, Settings
 from hpctrain.mpi.collectives.network import OverNetwork
-from hpctrain.mpi.collectives.node import OverNode
-from hpctrain.mpi.collectives.nodes import OverNodes
+from hpctrain.mpi.collectives.node import OverNode, OverNodes
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.transfer import peers

@@ -199,7 +199,7 @@ def test_an_error_of_shapes_in_a_stage_names_the_layer(root) -> None:
                 numbers, ids = torch.zeros(3, 3, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
                 stage(numbers.to(session.device), ids.to(session.device))
             except RuntimeError as error:
-                retell_model_error(error, {})
+                retell_model_error(error)
 
 
 class Noisy(nn.Module):

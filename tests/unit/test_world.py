@@ -213,7 +213,7 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
         def rank(number: int) -> None:
             world = World(Identity(number, len(plugins), node=f"n{number}"), store, channel)
             try:
-                compare_ranks(world, plugins[number], errors[number], {})
+                compare_ranks(world, plugins[number], errors[number])
             except Exception as error:
                 outcomes[number] = error
 

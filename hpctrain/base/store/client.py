@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.base.store.contents import LATE, NUMBER, SECONDS, WRONG
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
+    LATE,
     MAGIC,
     MESSAGE_HEADER,
     NONCE_BYTES,
+    NUMBER,
+    SECONDS,
+    WRONG,
     Opener,
     ProtocolError,
     Sealer,
@@ -27,7 +31,9 @@ from hpctrain.base.store.messages import (
     endpoint,
     verify,
 )
-from hpctrain.base.store.server import StoreServer
+
+if TYPE_CHECKING:
+    from hpctrain.base.store.server import StoreServer
 
 __all__ = ["GuardedStore", "missing_keys", "open_store"]
 

@@ -25,6 +25,9 @@ DIGEST_BYTES = 32
 SECRET_BYTES = 32
 GREETING_HEADER = struct.Struct(f">{len(MAGIC)}s{NONCE_BYTES}sH")
 MESSAGE_HEADER = struct.Struct(f">IQ{DIGEST_BYTES}s")
+OK, LATE, WRONG = b"ok", b"late", b"wrong"  # the begins of replies
+NUMBER = struct.Struct(">q")
+SECONDS = struct.Struct(">d")
 MAX_PAYLOAD = 2**28  # bytes; peers have proved who they are, so this only catches mistakes
 _LENGTH = struct.Struct(">I")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.transfer.buffers import MAX_COUNT, flattened, overlap, same_memory
 from hpctrain.mpi.transfer.channel import SMALL, Channel
-from hpctrain.mpi.transfer.operation import Operation
+from hpctrain.mpi.transfer.watch import Operation
 
 _STAGED = 64 * 1024  # bytes over all ranks up to which a list is gathered in one MPI call and then copied out
 # Scratch per reduction. It should stay in the cache, but pieces must not become tiny with many ranks.

@@ -13,12 +13,11 @@ from hpctrain.base.store.client import missing_keys
 from hpctrain.mpi import leaving
 from hpctrain.mpi.all_ranks import gather_json, on_all, world
 from hpctrain.mpi.collectives.network import OverNetwork
-from hpctrain.mpi.collectives.node import OverNode
-from hpctrain.mpi.collectives.nodes import OverNodes
+from hpctrain.mpi.collectives.node import OverNode, OverNodes
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group import Settings
 from hpctrain.mpi.process_group.group import MPIProcessGroup
-from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import NodeMemory
 from hpctrain.mpi.transfer.watch import OperationWatch, Presence

@@ -25,8 +25,7 @@ from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.transfer.operation import Operation
-from hpctrain.mpi.transfer.watch import OperationWatch
+from hpctrain.mpi.transfer.watch import Operation, OperationWatch
 
 # After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds

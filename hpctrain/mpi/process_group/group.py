@@ -30,6 +30,7 @@ from hpctrain.base.torch_groups import AllgatherOptions, PythonGroup
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group import BACKEND, Settings
 from hpctrain.mpi.process_group.checks import (
     check_list,
     check_own_part,
@@ -41,10 +42,8 @@ from hpctrain.mpi.process_group.checks import (
 )
 from hpctrain.mpi.process_group.engine import Engine, MPIWork, Run
 from hpctrain.mpi.process_group.messages import ANY_SOURCE, Messages
-from hpctrain.mpi.settings import BACKEND, Settings
 from hpctrain.mpi.transfer.buffers import overlap, plain, plain_like, same_memory
-from hpctrain.mpi.transfer.operation import Operation
-from hpctrain.mpi.transfer.watch import OperationWatch
+from hpctrain.mpi.transfer.watch import Operation, OperationWatch
 
 
 class MPIProcessGroup(PythonGroup):

@@ -180,7 +180,3 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         else:
             for name, one in run:
                 yield from _blocks(one, f"{prefix}{name}.")
-
-
-CALLS = {UserModel.forward.__code__: "forward", UserModel.loss.__code__: "loss"}
-"""The code that calls the user's module and loss, for `retell_model_error`."""

@@ -13,8 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.base.safe_files import reading
-from hpctrain.job.run_files import STARTS
+from hpctrain.base.safe_files import STARTS, reading
 
 # the parts of a step's time that train
 _STEPPING = ("forward", "backward", "communication", "optimizer", "other")

@@ -19,7 +19,6 @@ from hpctrain.base.flops import CountedFlops
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.job.machines import machine_of_device, peak_flops_of
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
 from hpctrain.training.metrics import MeasuredRow, OwnRow
@@ -150,7 +149,11 @@ def _elements(micro_batches: Sequence[MicroBatch]) -> int:
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
     """FLOP/s of the device in the precision's arithmetic, as its vendor states them; None for others than the known ones."""
-    machine = machine_of_device(device_name(device)) if is_accelerator(device) else None
+    if not is_accelerator(device):
+        return None
+    from hpctrain.job.machines import machine_of_device, peak_flops_of
+
+    machine = machine_of_device(device_name(device))
     dtype = str(precision.product_dtype(device)).removeprefix("torch.")
     return None if machine is None else peak_flops_of(machine["flops"], dtype, precision.name == "tf32")
 

@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, hookimpl
 from hpctrain_plugins.activation_checkpointing.blocks import FULL, BlockBuffers, blocks_of
-from hpctrain_plugins.activation_checkpointing.offload import HostMemory
-from hpctrain_plugins.activation_checkpointing.partition import Partition
 
 LOG = logging.getLogger("hpctrain")
 
@@ -64,6 +62,11 @@ class Full(ActivationCheckpointing):
 
     def _keeping(self, replicas: DeviceMesh | None) -> Callable[[], AbstractContextManager[object]]:
         """The context in which a block's inputs are saved."""
+        if not (self.options.offload or self.options.partition_activations):
+            return nullcontext
+        from hpctrain_plugins.activation_checkpointing.offload import HostMemory  # here: few jobs use it
+        from hpctrain_plugins.activation_checkpointing.partition import Partition
+
         memory = HostMemory() if self.options.offload else None
         if self.options.partition_activations and replicas is not None:
             partition = Partition(replicas.get_group(), memory)

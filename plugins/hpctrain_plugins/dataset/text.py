@@ -1,79 +1,21 @@
-"""`stdlib-text`, real text on every machine with Python, and `text`, the user's files."""
+"""`text`: the user's files, as bytes or through a tokenizer."""
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from hpctrain.api import (
-    Dataset,
-    DatasetContext,
-    Field,
-    Options,
-    Plan,
-    Problem,
-    Samples,
-    Split,
-    TextDataset,
-    UsageError,
-    hookimpl,
-)
+from hpctrain.api import Dataset, DatasetContext, Field, Options, Plan, Problem, Samples, Split, UsageError, hookimpl
 from hpctrain.toolkit.cache import refuse_unwritable
 from hpctrain_plugins.dataset.corpus import Corpus
 from hpctrain_plugins.dataset.documents import open_documents
 from hpctrain_plugins.dataset.encoding import CACHE, Encoded, Encoder, encoded, estimated, in_memory
+from hpctrain_plugins.dataset.stdlib_text import BYTES, ByteText
 from hpctrain_plugins.dataset.windows import open_split
-
-_BYTES = 256
-
-
-class StdlibTextOptions(Options):
-    max_bytes: int = Field(default=8_000_000, ge=1, description="bytes of the library's sources to read")
-    validation_fraction: float = Field(default=0.05, ge=0, lt=1, description="share of the text kept for validation")
-
-
-class _Bytes(TextDataset):
-    """Text whose tokens are bytes of UTF-8."""
-
-    @property
-    def vocabulary(self) -> int:
-        return _BYTES
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode("utf-8", "replace")
-
-
-class StdlibText(_Bytes):
-    """The bytes of the Python standard library's sources."""
-
-    name = "stdlib-text"
-    Options = StdlibTextOptions
-    options: StdlibTextOptions
-
-    def open(self, split: Split, context: DatasetContext) -> Samples | None:
-        fraction = self.options.validation_fraction
-        return open_split(self._tokens, split, fraction, context, _BYTES, "stdlib-text")
-
-    @cached_property
-    def _tokens(self) -> np.ndarray[Any, Any]:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
-        text, size = [], 0
-        for file in files:
-            if size >= self.options.max_bytes:
-                break
-            if "site-packages" not in file.parts and "test" not in file.parts:
-                text.append(file.read_bytes())
-                size += len(text[-1])
-        return np.frombuffer(b"".join(text)[: self.options.max_bytes], dtype=np.uint8)
 
 
 class TextOptions(Options):
@@ -94,7 +36,7 @@ class TextOptions(Options):
     )
 
 
-class Text(_Bytes):
+class Text(ByteText):
     """Text files, as bytes or through a tokenizer, as one text or as documents."""
 
     name = "text"
@@ -160,9 +102,9 @@ class Text(_Bytes):
     def _bytes(self) -> Encoded:
         texts = [text for content in self._corpus.contents() for text in self._corpus.texts(content)]
         joint = b"\n" if self.options.documents == "joined" else b""
-        return Encoded(np.frombuffer(joint.join(texts), dtype=np.uint8), np.array([*map(len, texts)], np.int64), _BYTES)
+        return Encoded(np.frombuffer(joint.join(texts), dtype=np.uint8), np.array([*map(len, texts)], np.int64), BYTES)
 
 
 @hookimpl
 def hpctrain_dataset() -> list[type[Dataset]]:
-    return [StdlibText, Text]
+    return [Text]

@@ -35,7 +35,6 @@ from hpctrain.api import (
     fill_normal,
     hookimpl,
 )
-from hpctrain_plugins.model.gpt2_export import export_gpt2
 
 _STD = 0.02
 # the label of a position that has no loss, as in torch's cross_entropy
@@ -242,6 +241,8 @@ class GPT(
         """Write a GPT2LMHeadModel of transformers."""
         if merged:
             raise UsageError("--merged adds an adapter to what it adapts, and gpt has none; leave it out")
+        from hpctrain_plugins.model.gpt2_export import export_gpt2  # here: training exports nothing
+
         return export_gpt2(values, out, **self.options.model_dump())
 
     def flops(self, batch: Batch) -> int:

@@ -12,21 +12,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from hpctrain.api import EXIT_ENVIRONMENT, Field, Optimizer, OptimizerOptions, Options, Plan, Problem, hookimpl
-from hpctrain_plugins.optimizer.options import Decay
-
-
-class AdamW8bitOptions(OptimizerOptions):
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the variance")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay per step, times lr")
+from hpctrain.api import EXIT_ENVIRONMENT, Optimizer, Options, Plan, Problem, hookimpl
+from hpctrain_plugins.optimizer.torch_optimizers import AdamWOptions
 
 
 class AdamW8bit(Optimizer):
     """AdamW with 8-bit state, from torchao: 2 bytes per parameter in place of 8."""
 
     name = "adamw-8bit"
-    Options: ClassVar[type[Options]] = AdamW8bitOptions
+    Options: ClassVar[type[Options]] = AdamWOptions
 
     def problems(self, plan: Plan) -> list[Problem]:
         if find_spec("torchao") is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import model_validator
 
 from hpctrain.api import Field, Optimizer, OptimizerOptions, Options, hookimpl
-from hpctrain_plugins.optimizer.options import Decay
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""The fraction of a running mean that is kept per step."""
 
 
 class AdamWOptions(OptimizerOptions):

@@ -13,8 +13,8 @@ from hpctrain.cli.options import example, say
 from hpctrain.toolkit.commands import hookimpl
 
 if TYPE_CHECKING:
+    from hpctrain.cli.groups import OfferedCommand
     from hpctrain.contracts.plugin import Plugin
-    from hpctrain.plugins.entry_points import OfferedCommand
     from hpctrain_tools.listing import Listed
 
 
@@ -84,7 +84,7 @@ def new(slot: str, name: str, to: Path | None) -> None:
 
 def _offers(ctx: click.Context) -> list[OfferedCommand]:
     """The commands that plugins add, to any group."""
-    from hpctrain.plugins.entry_points import GROUPS
+    from hpctrain.cli.groups import GROUPS
 
     first = ctx.find_root().command
     assert isinstance(first, OpenGroup)

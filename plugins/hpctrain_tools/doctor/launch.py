@@ -9,10 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError, escaped
 from hpctrain.base.launcher_variables import launcher_name, pmi_name, slurm_allocation_tasks
 from hpctrain.contracts.identity import Identity
-from hpctrain.job.environment import compare
 from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.detection import fallback_notice
 from hpctrain.version import __version__
@@ -85,9 +84,12 @@ def compare_software(mine: Mapping[str, Sequence[str]], first: Mapping[str, Sequ
 
 def compare_environment(mine: Mapping[str, str], first: Mapping[str, str], node: str) -> list[Finding]:
     """This rank's variables of MPI, networks and other libraries against rank 0's, which runs on `node`."""
-    odd, other = compare(mine, first)
-    if odd or other:
-        text = "; ".join(line.replace("rank 0 has", f"rank 0 on {node} has") for line in (*odd, *other))
+    others = [name for name in sorted({*mine, *first}) if mine.get(name) != first.get(name)]
+    if others:
+        text = "; ".join(
+            escaped(f"{name}: found {mine.get(name, 'nothing')}; rank 0 on {node} has {first.get(name, 'nothing')}")
+            for name in others
+        )
         remedy = "set them alike on all nodes: in [environment] of the job, or by the same modules and profile"
         return [Finding("environment", "warn", text, remedy)]
     return [

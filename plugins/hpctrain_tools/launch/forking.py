@@ -45,7 +45,7 @@ def prepare(command: str, tables: Mapping[str, Any]) -> StartRank:
         return spawn
     asking = threading.Thread(target=ask_library)  # in a process of its own, meanwhile
     asking.start()
-    _preload(command)
+    _preload(command, tables)
     asking.join()
     library = ask_library()
     if library is not None and not library.speaks_pmi:
@@ -59,10 +59,10 @@ def prepare(command: str, tables: Mapping[str, Any]) -> StartRank:
     return spawn
 
 
-def _preload(command: str) -> None:
+def _preload(command: str, tables: Mapping[str, Any]) -> None:
     from hpctrain.base.torch_private import delay_compiler
     from hpctrain.plugins.registry import OWN
-    from hpctrain.plugins.slots import OPTIONAL
+    from hpctrain.plugins.slots import TABLES, choice_of
 
     ours = [source for source in entry_points() if source.distribution == OWN]
     tool = next((source.module for source in ours if source.command == command), f"hpctrain.cli.{command}")
@@ -74,8 +74,14 @@ def _preload(command: str) -> None:
 
         mpi4py.rc.initialize = False  # a rank starts MPI itself
         importlib.import_module("mpi4py.MPI")
+    of_one = {slot.name: slot for slot in TABLES if slot.key is not None and not slot.many}
+    chosen = {
+        f"{name}.{choice_of(slot, table)[1]}"
+        for name, slot in of_one.items()
+        if isinstance(table := tables.get(name, {}), dict)
+    }
     for source in ours:
-        if source.command is None and source.slot not in OPTIONAL:
+        if source.entry_point in chosen:
             with suppress(Exception):  # the ranks report it
                 importlib.import_module(source.module)
 

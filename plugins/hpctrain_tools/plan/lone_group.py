@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from hpctrain.base.torch_groups import HashStore, PythonGroup, resolve_group
+from hpctrain.base.torch_groups import HashStore, PythonGroup
 from hpctrain.base.torch_private import is_fake
 from hpctrain.contracts.model import tensors_in
-from hpctrain_tools.plan.torch_fake import without_modes
+from hpctrain_tools.plan.torch_fake import resolve_group, without_modes
 
 BACKEND = "lone"
 

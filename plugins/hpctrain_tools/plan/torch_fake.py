@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # operators that return nothing and of which torch does not know that they need no values, unlike Adam's
@@ -191,6 +192,15 @@ def shapes_of_dtensors() -> Iterator[None]:
         yield
     finally:
         kind._propagate_tensor_meta_non_cached = find
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The group that a functional collective names."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    resolve: Any = _resolve_process_group  # its argument has a type of its own since torch 2.13
+    found: dist.ProcessGroup = resolve(name)
+    return found
 
 
 ASKS_DEVICE = torch.ops.prim.device.default

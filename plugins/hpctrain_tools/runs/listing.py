@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.safe_files import CHECKPOINTS, LOGS, RESOLVED
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState
-from hpctrain.job.run_files import CHECKPOINTS, LOGS, RESOLVED
 from hpctrain_tools.runs.rows import Evaluation, Step
 from hpctrain_tools.runs.run_directory import JobSeen, RunDirectory
 from hpctrain_tools.runs.standing import Standing, standing_of

@@ -10,8 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from hpctrain.base.errors import escaped
-from hpctrain.base.safe_files import reading
-from hpctrain.job.run_files import LOGS, log_of
+from hpctrain.base.safe_files import LOGS, log_of, reading
 from hpctrain.training.log_file import BEGUN, DONE, STOPPED
 from hpctrain.training.log_file import KILLED as KILLED  # for readers of failures
 from hpctrain_tools.runs.following import parts_of

@@ -14,10 +14,9 @@ import tomli
 from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError
-from hpctrain.base.safe_files import read_bytes, reading
+from hpctrain.base.safe_files import CHECKPOINTS, METRICS, RESOLVED, log_of, read_bytes, reading
 from hpctrain.checkpoint.directory import CheckpointDirectory, step_of
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD
-from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED, log_of
 from hpctrain.job.tables import KeepBestTable
 from hpctrain_tools.runs.rows import MOST, Evaluation, Step, count_of, is_evaluation, number_of, read_row
 from hpctrain_tools.submit.record import Submission, newest

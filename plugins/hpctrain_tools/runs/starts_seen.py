@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from hpctrain.job.run_files import STARTS
+from hpctrain.base.safe_files import STARTS
 from hpctrain_tools.runs.following import parts_of
 from hpctrain_tools.runs.rows import count_of, number_of
 

@@ -15,7 +15,7 @@ from hpctrain.base.errors import EXIT_USAGE
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
-from hpctrain.model.batch_norm import has_batch_norms
+from hpctrain.model.refusals import has_batch_norms
 from hpctrain_tools.testing.record import Distances, Record, distances, first_difference
 from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, Runs, merged, without_unset
 

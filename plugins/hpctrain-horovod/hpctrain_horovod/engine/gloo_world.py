@@ -21,9 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hpctrain.base.store.client import GuardedStore, open_store
 from hpctrain.base.store.gloo import create_group as create_gloo_group
 from hpctrain.base.store.network import bind_communication
-from hpctrain.base.torch_groups import accelerator_group
 from hpctrain_horovod.engine.errors import HorovodInternalError
-from hpctrain_horovod.engine.lane import GlooLane, Lane
+from hpctrain_horovod.engine.lane import GlooLane, Lane, accelerator_group
 from hpctrain_horovod.engine.links import Links
 from hpctrain_horovod.engine.socket_links import SocketLinks
 from hpctrain_horovod.engine.variables import WORKER

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
+    Backend,
     BroadcastOptions,
     ProcessGroup,
     ReduceOp,
     ReduceScatterOptions,
 )
-from torch.distributed.distributed_c10d import Work
+from torch.distributed.distributed_c10d import PrefixStore, Work
 
-from hpctrain.base.torch_groups import AllgatherOptions
+from hpctrain.base.torch_groups import AllgatherOptions, group_around, make_backend
 
 _OPERATIONS: dict[str, Any] = {
     "Sum": ReduceOp.SUM,
@@ -26,6 +27,22 @@ _OPERATIONS: dict[str, Any] = {
     "Product": ReduceOp.PRODUCT,
     "Average": ReduceOp.AVG,
 }
+
+
+def accelerator_group(device: torch.device, options: Any) -> ProcessGroup:
+    """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
+
+    options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
+    `timeout`. Collective. Raises OSError where torch has none.
+    """
+    name = Backend.default_device_backend_map.get(device.type)
+    if name is None:
+        raise OSError(f"found tensors on {device.type}, between which torch has no communication")
+    options.store = PrefixStore(f"{name}/", options.store)
+    made = make_backend(name, options, device)
+    if isinstance(made, ProcessGroup):
+        return made
+    return group_around(made, options, Backend.backend_type_map[name], [device.type])
 
 
 class Lane:

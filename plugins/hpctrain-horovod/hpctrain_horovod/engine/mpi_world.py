@@ -19,9 +19,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from hpctrain.base.torch_groups import accelerator_group
 from hpctrain.mpi import MPI, Patience, Settings, create_group, wait_until, world
-from hpctrain_horovod.engine.lane import Lane
+from hpctrain_horovod.engine.lane import Lane, accelerator_group
 from hpctrain_horovod.engine.links import Links
 
 _TIMEOUT = timedelta(minutes=30)

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_horovod.engine.lane import Lane
-
-from hpctrain.base.torch_groups import accelerator_group
+from hpctrain_horovod.engine.lane import Lane, accelerator_group
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.shown_on(3)]
 

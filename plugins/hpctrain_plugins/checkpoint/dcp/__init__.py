@@ -30,12 +30,13 @@ from hpctrain.toolkit.checkpoint.files import read_file
 from hpctrain.toolkit.checkpoint.sealed import malformed, unseal
 from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
-from .names import METADATA_FILE, VALUES_FILE
-
 if TYPE_CHECKING:
     from .metadata import SavedContents
 
-__all__ = ["Dcp", "hpctrain_checkpoint"]
+METADATA_FILE = ".metadata"
+"""torch's own table of contents."""
+VALUES_FILE = "hpctrain.json"
+"""The values of a checkpoint, and the checksum of the table."""
 MOST_KEPT = 32 * 2**20
 """The largest table of contents that is cached, in bytes: training needs the memory."""
 
@@ -152,5 +153,4 @@ class Dcp(CheckpointFormat):
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats of this module."""
     return [Dcp]

@@ -20,7 +20,7 @@ from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
-from .names import METADATA_FILE
+from . import METADATA_FILE
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the size limit, in bytes. The largest checkpoints, with millions of parts, have some hundreds of megabytes.

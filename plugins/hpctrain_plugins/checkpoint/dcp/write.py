@@ -28,8 +28,8 @@ from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import seal
 
+from . import VALUES_FILE
 from .metadata import read_bytes
-from .names import VALUES_FILE
 
 
 def write(state: State, directory: Path, group: dist.ProcessGroup) -> None:

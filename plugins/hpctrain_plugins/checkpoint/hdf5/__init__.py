@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -12,9 +13,10 @@ from hpctrain.api import CheckpointFormat, CheckpointWriter, Piece, State, Store
 from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
-from . import manifest, read, verify, write
+from . import manifest, write
 
-__all__ = ["Hdf5", "hpctrain_checkpoint"]
+if TYPE_CHECKING:
+    from .read import HDF5Reader
 
 
 class Hdf5Writer(CheckpointWriter):
@@ -40,7 +42,12 @@ class Hdf5(CheckpointFormat):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._reader = read.HDF5Reader()
+
+    @cached_property
+    def _reader(self) -> HDF5Reader:
+        from .read import HDF5Reader  # here: a run that begins anew reads nothing
+
+        return HDF5Reader()
 
     def writer(self) -> Hdf5Writer:
         """The writer of a run."""
@@ -71,7 +78,9 @@ class Hdf5(CheckpointFormat):
 
     def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Read everything; return one sentence per fault."""
-        return verify.verify(directory, progress)
+        from .verify import verify
+
+        return verify(directory, progress)
 
     def recognizes(self, directory: Path) -> bool:
         """Whether there is a manifest or a shard. With only one of them, the checkpoint is in this format but damaged."""
@@ -80,5 +89,4 @@ class Hdf5(CheckpointFormat):
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats of this module."""
     return [Hdf5]
