@@ -63,7 +63,9 @@ class Timed:
         """torch's loader of this rank's part of each batch."""
         data, ranks = samples(), self.identity.size
         assert data is not None
-        sampler = DistributedSampler(data, ranks, self.identity.rank) if ranks > 1 else None
+        sampler: DistributedSampler[Any] | None = (
+            DistributedSampler(data, ranks, self.identity.rank) if ranks > 1 else None
+        )
         return DataLoader(data, self.batch // ranks, shuffle=sampler is None, sampler=sampler)
 
     def tables(self) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def own_loop(timed: Timed) -> None:
         module, optimizer = loop.setup(module, _optimizer(module))
         for step in loop.steps():
             timed.step_begins(step.number - 1)
+            optimizer.zero_grad()
             for inputs, labels in step:
                 loop.backward(cross_entropy(module(inputs), labels))
             optimizer.step()
