@@ -216,12 +216,11 @@ class TrainedModel:
         return self._whole.of(name, lambda piece: piece.tensor)
 
     def gradient(self, name: str) -> torch.Tensor:
-        """A copy of the full gradient of a trained parameter after a step. Collective."""
+        """A copy of the full gradient of a trained parameter after a step, zeros where a loop has dropped it. Collective."""
 
         def gradient_of(piece: Piece) -> torch.Tensor:
             found = piece.tensor.grad
-            assert found is not None  # ShardedModel.synchronize guarantees it
-            return found
+            return torch.zeros_like(piece.tensor) if found is None else found
 
         return self._whole.of(name, gradient_of)
 
