@@ -16,7 +16,6 @@ from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import (
-    refuse_batch_norms,
     refuse_embeddings,
     refuse_unmatched,
     refuse_unsaved_buffers,

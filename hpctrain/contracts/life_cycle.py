@@ -73,7 +73,8 @@ class LiveModel(Protocol):
         """A copy of the full value of a trained parameter, on this rank's device. Collective over all ranks."""
 
     def gradient(self, name: str) -> Tensor:
-        """A copy of the full gradient of a trained parameter after a step. Collective over all ranks."""
+        """A copy of the full gradient of a trained parameter after a step; zeros where a program's loop has dropped it. Collective
+        over all ranks."""
 
 
 @dataclass

@@ -214,8 +214,9 @@ class ContextParallelModel(AttentionModel):
     def attentions(self, module: nn.Module) -> list[nn.Module]:
         """Modules with a method `attend(query, key, value)`, causal attention that context parallelism replaces.
 
-        All are `(batch, heads, seq, head_size)`, and so is what it returns. Those of a PackedModel call it with the `documents` of
-        the batch, or None, as a fourth argument.
+        All are `(batch, heads, seq, head_size)`, and so is what it returns; keys and values may have fewer heads, each for as many
+        queries that lie side by side. Those of a PackedModel call it with the `documents` of the batch, or None, as a fourth
+        argument.
         """
 
 

@@ -296,7 +296,8 @@ class Loop:
             finally:
                 for one in models:
                     one.backward_runs = False
-        refuse_strangers(behind, [one.model.module for one in models])
+        if behind:
+            refuse_strangers(behind, [one.model.module for one in models])
         for one in models:
             one.refuse_strays()
         for one in models:

@@ -54,6 +54,12 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     return scores
 
 
+def shared(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values `(..., fewer, seq, head_size)`, which queries share, repeated for each of their `heads`."""
+    groups = heads // tensor.shape[-3]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, -3)
+
+
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge outputs and log-sum-exps over two sets of keys into those over both (online softmax)."""
     (output, rows), (more, more_rows) = one, other

@@ -16,7 +16,6 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
-from hpctrain.model.refusals import has_batch_norms
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed

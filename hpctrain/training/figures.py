@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -73,29 +73,32 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
-        read = _reader(self)
-        return [read(iter(row)) for row in gather(list(_numbers(self)))]
+        return [_read(self, iter(row)) for row in gather(_numbers(self))]
 
 
-def _numbers(figures: Any) -> Iterator[Any]:
+def _numbers(figures: Any) -> list[Any]:
     """The numbers of a dataclass, in the order of its fields."""
-    if is_dataclass(figures):
-        for one in fields(figures):
-            yield from _numbers(getattr(figures, one.name))
-    else:
-        yield from figures if isinstance(figures, Sequence) else [figures]
+    found: list[Any] = []
+    for value in vars(figures).values():
+        found += (
+            value
+            if isinstance(value, list | tuple)
+            else _numbers(value)
+            if isinstance(value, MeterFigures)
+            else [value]
+        )
+    return found
 
 
-def _reader(like: Any) -> Callable[[Iterator[float]], Any]:
-    """A function that makes the same dataclass of other numbers. Made once for all ranks, of which there may be thousands."""
-    if is_dataclass(like):
-        kind: Any = type(like)
-        readers = [_reader(getattr(like, one.name)) for one in fields(like)]
-        return lambda numbers: kind(*[read(numbers) for read in readers])
-    if isinstance(like, Sequence):
-        length = len(like)
-        return lambda numbers: list(islice(numbers, length))
-    return next
+def _read(like: Any, numbers: Iterator[float]) -> Any:
+    """The same dataclass of other numbers."""
+    values: list[Any] = []
+    for value in vars(like).values():
+        if isinstance(value, list | tuple):
+            values.append(list(islice(numbers, len(value))))
+        else:
+            values.append(_read(value, numbers) if isinstance(value, MeterFigures) else next(numbers))
+    return type(like)(*values)
 
 
 def figures_of_update(

@@ -6,14 +6,14 @@ The docstrings of the rows' fields are the page docs/metrics.md (tests/metrics_p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.base.devices import to_device
+from hpctrain.base.devices import is_accelerator, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 
@@ -124,7 +124,7 @@ class StepRow:
     def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
         """The row as metrics.jsonl has it. counts: "tokens" or "samples". Raises TrainingError for a key that is there twice."""
         row = {
-            **asdict(moment),
+            **vars(moment),
             "loss": self.loss,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
@@ -188,7 +188,7 @@ class EvaluationRow:
     def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
         """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
         measured = {f"evaluation_{name}": value for name, value in self.measured.items()}
-        return {**asdict(moment), **measured, f"evaluation_{counts}": self.count}
+        return {**vars(moment), **measured, f"evaluation_{counts}": self.count}
 
 
 Figure: TypeAlias = float | Tensor
@@ -197,6 +197,8 @@ Figure: TypeAlias = float | Tensor
 
 def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:
     """Every rank's `values`, equal on all ranks. Waits for `device` once, at the end."""
+    if dist.get_world_size() == 1 and not is_accelerator(device):
+        return [[float(value) for value in values]]
     numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
     mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)
     for place, value in enumerate(values):

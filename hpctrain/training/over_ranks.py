@@ -114,4 +114,4 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if even < len(flat):
             rests.append(flat[even:])
     norms += [norm.view(1) for norm in foreach_norm(rests)] if rests else []
-    return torch.cat([norm.double() for norm in norms]).square().sum()
+    return torch.cat(norms).double().square().sum()

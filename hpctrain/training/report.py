@@ -28,6 +28,7 @@ from hpctrain.training.progress import BestSoFar
 from hpctrain.training.starts import note_lost
 
 LOG = logging.getLogger("hpctrain")
+_STRICT = json.JSONEncoder(allow_nan=False)
 
 # the longest line of metrics.jsonl, in bytes
 _LONGEST_ROW = 2**20
@@ -149,7 +150,7 @@ class MetricsFile:
 
         If the disk is full, rows wait in memory until there is room: a full disk does not end a training here.
         """
-        waited, self._waiting = bool(self._waiting), self._waiting + json.dumps(finite(row)).encode() + b"\n"
+        waited, self._waiting = bool(self._waiting), self._waiting + encoded(row)
         try:
             self._append()
         except OSError as error:
@@ -170,25 +171,31 @@ class MetricsFile:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with tensors and NumPy numbers of one element as numbers. Raises TrainingError for a value that JSON can't hold."""
-    found = {
+    """The row with tensors and NumPy numbers of one element as numbers."""
+    return {
         name: value.item()
         if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         else value
         for name, value in row.items()
     }
-    for name, value in found.items():
-        if type(value) in (int, float, str, bool):
-            continue
+
+
+def encoded(row: Mapping[str, Any]) -> bytes:
+    """A line of JSON, with null for numbers that are not finite. Raises TrainingError for a value that JSON can't hold."""
+    try:
+        return _STRICT.encode(row).encode() + b"\n"
+    except (TypeError, ValueError):  # the second for numbers that are not finite
+        pass
+    for name, value in row.items():
         try:
-            json.dumps(finite(value))
+            json.dumps(value)
         except TypeError:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise TrainingError(
                 f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, "
                 "expected a number or text, or a list or dict of them"
             ) from None
-    return found
+    return json.dumps(finite(row)).encode() + b"\n"
 
 
 def finite(value: Any) -> Any:

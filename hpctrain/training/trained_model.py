@@ -34,7 +34,7 @@ from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
 from hpctrain.model.refusals import refuse_holes
-from hpctrain.model.trials import Build, refuse_hidden_state, try_loss, updates_parts_alike
+from hpctrain.model.trials import Build, refuse_hidden_state, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.reference import is_reference
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
@@ -221,12 +221,11 @@ class TrainedModel:
         return self._whole.of(name, lambda piece: piece.tensor)
 
     def gradient(self, name: str) -> torch.Tensor:
-        """A copy of the full gradient of a trained parameter after a step. Collective."""
+        """A copy of the full gradient of a trained parameter after a step, zeros where a loop has dropped it. Collective."""
 
         def gradient_of(piece: Piece) -> torch.Tensor:
             found = piece.tensor.grad
-            assert found is not None  # ShardedModel.synchronize guarantees it
-            return found
+            return torch.zeros_like(piece.tensor) if found is None else found
 
         return self._whole.of(name, gradient_of)
 

@@ -159,6 +159,16 @@ def test_a_job_without_a_reference(job: JobFile) -> None:
     assert not list(scratch.glob("hpctrain-bench-*"))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_trainers_add_to_a_small_step(job: JobFile, ranks: int) -> None:
+    words = ("overhead", "-n", str(ranks), "--only", "plain,own-loop,run", "--steps", "10", "--rounds", "1")
+    found = measured(job, *words)
+    assert list(found) == ["plain", "own-loop", "run"]
+    for loop, of_batch in found.items():
+        assert list(of_batch) == ["32", "1024"] and 0.1 < of_batch["32"] < of_batch["1024"] < 1000, (loop, of_batch)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -168,10 +178,11 @@ def test_a_job_without_a_reference(job: JobFile) -> None:
         (("scaling", "job.toml", "--plot", "no/a.svg"), "--plot no/a.svg: there is no directory no"),
         (("scaling", "job.toml", "--plot", "a.txt"), "--plot a.txt: expected a name that ends in .svg, .png, .pdf"),
         (("peers", "job.toml", "--only", "ddp,horovod"), "--only: unknown horovod; expected some of ddp, fsdp2"),
+        (("overhead", "--only", "plain,torch"), "--only: unknown torch; expected some of plain, own-loop, run, accelerate"),
         (("step", "none.toml"), "none.toml: there is no such file"),
         (("step", "job.toml", "-n", "5"), "12 does not divide over 5 data-parallel ranks"),
     ],
-    ids=["divides", "numbers", "grows", "directory", "ending", "trainer", "job", "ranks"],
+    ids=["divides", "numbers", "grows", "directory", "ending", "trainer", "loop", "job", "ranks"],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_is_measured(job: JobFile, words: tuple[str, ...], sentence: str) -> None:
     done = in_process("bench", *words, cwd=job.directory)

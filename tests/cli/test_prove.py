@@ -177,8 +177,67 @@ def test_what_stands_beside_a_model(job: JobFile, model: str, fault: str) -> Non
         assert f"{name} at step 1" in first["first"] and "a schedule, a hook or an optimizer" in first["hint"], first
 
 
+LOOP = """
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hpctrain
+
+FAULT, JOB = sys.argv[1:]
+torch.manual_seed(0)
+DATA = [(point, (point.prod() > 0).long()) for point in torch.randn(96, 2)]
+
+with hpctrain.own_loop(JOB, dataset={"name": DATA}) as loop:
+    net = nn.Sequential(nn.Linear(2, 16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Linear(16, 2))
+    model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=1e-1, momentum=0.9))
+    if FAULT == "rate":
+        optimizer.param_groups[0]["lr"] *= loop.world_size
+    for step in loop.steps():
+        for points, labels in step:
+            if FAULT == "draws":
+                points = points + 0.1 * torch.randn(points.shape, generator=torch.Generator().manual_seed(loop.rank))
+            loss = cross_entropy(model(points), labels)
+            loop.backward(loss / loop.world_size if FAULT == "mean" else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""A program with its own loop: its first word is a fault, its second the job."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("fault", "first", "hint"),
+    [
+        ("none", "", ""),
+        ("draws", "the loss at step 1", "draws that differ by rank"),
+        ("mean", "the loss at step 1", "it is 1/2 of what it must be"),
+        ("rate", "the lr at step 1", ""),
+    ],
+)
+def test_a_loop_of_one_s_own(job: JobFile, fault: str, first: str, hint: str) -> None:
+    (job.directory / "loop.py").write_text(LOOP)
+    job.tables = {"job": {"name": "points"}, "batch": {"global_size": 12, "micro_size": 3}, "hook": [{"name": "ema"}]}
+    job.set(job={"steps": 200})
+    layouts = ("--layout", "2 sharding.stage=3", "--layout", "4")
+    done = run(hpctrain("prove", *layouts, "--json", "loop.py", fault, "job.toml"), job.directory, 280)
+    found = json.loads(done.out)
+    assert found["holds"] == (fault == "none") and done.code == (0 if found["holds"] else 5), done
+    assert first in found["layouts"][0]["first"] and hint in found["layouts"][0]["hint"], found
+    resumed = [row for row in found["layouts"] if "resumed" in row["layout"]]
+    assert len(found["layouts"]) == 4 and len(resumed) == 2 and resumed[0]["state"] == "alike", found
+
+
 def test_what_can_t_be_proved_is_told(job: JobFile) -> None:
     done, _ = prove(job, "--layout", "two")
     assert done.code == 2 and "found 'two', expected a number of ranks first" in done.err, done
     done, _ = prove(job, more=1)
     assert done.code == 2 and "more" in done.err, done
+    (job.directory / "no_loop.py").write_text("print(1)")
+    done = run(hpctrain("prove", "no_loop.py", "--set", "job.steps=3"), job.directory, 100)
+    assert done.code == 2 and "--set: a program's job is its own" in done.err, done
+    done = run(hpctrain("prove", "no_loop.py"), job.directory, 100)
+    assert done.code == 2 and "no_loop.py ends without hpctrain.own_loop" in done.err, done

@@ -125,10 +125,11 @@ class UserSamples(_UserSource, Samples):
                 raise
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        if not hasattr(self._source, "__getitems__"):
-            return super().__getitems__(indices)
+        source = self._source
         try:
-            items = list(self._source.__getitems__(list(indices)))
+            if not hasattr(source, "__getitems__"):
+                return [source[index] for index in indices]
+            items = list(source.__getitems__(list(indices)))
         except Exception:
             for index in indices:  # the error of one of them has its number
                 self[index]

@@ -44,7 +44,7 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
     within = os.environ.get(SCRATCH)
     with scratch_directory("bench-", Path(within) if within else None) as directory:
         try:
-            with _silent():
+            with silent():
                 result = run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
         finally:
             if turns.directory:
@@ -60,7 +60,7 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """The screen of a training is not that of a measurement. Errors go to standard error as ever."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield

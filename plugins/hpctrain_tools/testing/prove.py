@@ -1,30 +1,29 @@
-"""`hpctrain prove`: a user's own job on one process against each layout, with what re-association explains measured beside."""
+"""`hpctrain prove`: a job or a program's loop on one process against each layout, beside what re-association explains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 
 from hpctrain.api import UsageError
 from hpctrain.base.errors import EXIT_USAGE
-from hpctrain.base.safe_files import scratch_directory
+from hpctrain.base.safe_files import RESOLVED, scratch_directory
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.model.refusals import has_batch_norms
 from hpctrain_tools.testing.record import Distances, Record, distances, first_difference
-from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, Runs, merged, without_unset
+from hpctrain_tools.testing.runs import MIDDLE, Layout, Runs, merged, shortened
 
 # how often the measured noise a difference may be: noise is of one run, and another order has another
 _TIMES = 20
 # A difference that rounding in float32 explains
 _LEAST = 1e-6
-# tables that have no part in what is compared
-_LEFT_OUT = ("logger", "scheduler", "profile")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def prove(raw: RawJob, layouts: Sequence[Layout], seconds: float) -> Proof:
 
     Raises UsageError for a job that one process can't train.
     """
-    tables, whole = _small(raw), Layout(1)
+    tables, whole = shortened(raw.tables), Layout(1)
     checked = check(RawJob(tables, {}, raw.source), 1, tries=True)
     size = checked.job.batch.global_size
     synced = checked.plan.outline is not None and has_batch_norms(checked.plan.outline) and size is not None
@@ -83,11 +82,41 @@ def prove(raw: RawJob, layouts: Sequence[Layout], seconds: float) -> Proof:
         if micro_size % 2 == 0 and not synced and not still.draws:
             halves = Layout(1, {"batch": {"micro_size": micro_size // 2}})
             rows.append(_row(str(halves), train(halves, still=True), still, noise))
-        last = layouts[-1] if layouts else whole
-        for layout, then in [(whole, whole), *([(last, whole)] if last != whole else [])]:
-            name = f"{layout}, resumed after step {MIDDLE} on {then}"
-            rows.append(_row(name, train(layout, then), one, noise, resumed=True))
-        return Proof(noise, rows)
+        return Proof(noise, [*rows, *_resumed(train, layouts, one, noise)])
+
+
+def prove_program(program: Sequence[str], layouts: Sequence[Layout], seconds: float) -> Proof:
+    """The same for a program with a loop of its own. Raises UsageError for one that can't train on one process."""
+    with scratch_directory("prove-") as directory:
+        runs = Runs(directory, Path.cwd(), seconds, program)
+
+        def train(layout: Layout, then: Layout | None = None, **options: Any) -> Record:
+            return runs.train({}, layout, then, options)
+
+        one = train(Layout(1))
+        if one.code:
+            raise UsageError(f"one process can't run {program[0]}, and there is nothing to compare with: {one.ending}")
+        noise = distances(train(Layout(1), nudge=torch.finfo(_product_dtype(one)).eps), one)
+        rows = [_row(str(layout), train(layout), one, noise) for layout in layouts]
+        return Proof(noise, [*rows, *_resumed(train, layouts, one, noise)])
+
+
+def _resumed(train: Callable[..., Record], layouts: Sequence[Layout], one: Record, noise: Distances) -> list[Row]:
+    """Rows of runs that are ended in the middle, and go on on one process."""
+    whole = Layout(1)
+    return [
+        _row(f"{layout}, resumed after step {MIDDLE} on {whole}", train(layout, whole), one, noise, resumed=True)
+        for layout in [whole, *(layout for layout in layouts[-1:] if layout != whole)]
+    ]
+
+
+def _product_dtype(record: Record) -> torch.dtype:
+    """The dtype of a run's products, by the job that it has written down."""
+    tables = tomli.loads((record.directory / "out" / RESOLVED).read_text())
+    mode = tables.get("precision", {}).get("mode", "fp32")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(
+        mode[:4].rstrip("-"), torch.float32
+    )
 
 
 def _synced(layout: Layout, size: int) -> Layout:
@@ -96,19 +125,6 @@ def _synced(layout: Layout, size: int) -> Layout:
     ranks = layout.ranks // prod(one for one in axes if isinstance(one, int))
     tables = {"model": {"sync_batch_norm": True}, "batch": {"micro_size": max(1, size // ranks)}}
     return Layout(layout.ranks, merged(layout.tables, tables)) if ranks > 1 else layout
-
-
-def _small(raw: RawJob) -> dict[str, Any]:
-    """The tables of the job for a few steps, with two evaluations and two saves."""
-    tables = {name: table for name, table in raw.tables.items() if name not in _LEFT_OUT}
-    small = {
-        "job": {"steps": STEPS, "epochs": None, "output_dir": None},
-        "checkpoint": {"every_steps": MIDDLE, "every_epochs": None, "keep": 3, "keep_every": None, "keep_best": None},
-    }
-    if tables.get("evaluation"):
-        small["evaluation"] = {"every_steps": MIDDLE, "every_epochs": None}
-    found = merged(tables, small)
-    return {name: without_unset(table) if isinstance(table, Mapping) else table for name, table in found.items()}
 
 
 def _row(name: str, found: Record, one: Record, noise: Distances, resumed: bool = False) -> Row:
@@ -147,9 +163,9 @@ def parse_layout(text: str) -> Layout:
     return Layout(int(ranks), tables)
 
 
-def usual_layouts(raw: RawJob) -> list[Layout]:
+def usual_layouts(tables: Mapping[str, Any]) -> list[Layout]:
     """Two ranks as the job is, then two ranks at ZeRO stages 1 and 3, and those that the batch divides by three."""
-    batch = raw.tables.get("batch", {})
+    batch = tables.get("batch", {})
     size, micro = batch.get("global_size"), batch.get("micro_size")
     ranks = [2, *([3] if isinstance(size, int) and isinstance(micro, int) and size % (3 * micro) == 0 else [])]
     own = Layout(2)

@@ -30,13 +30,14 @@ LATE = 124
 @dataclass(frozen=True)
 class Request:
     """A run of the job.toml in `directory`, with its screen in a file there. here: the current directory. path: of modules.
-    seconds: its limit."""
+    seconds: its limit. program: the words of one whose job the file is laid on."""
 
     directory: str
     here: str
     ranks: int
     path: tuple[str, ...] = ()
     seconds: float = 120.0
+    program: tuple[str, ...] = ()
 
 
 class Starter:
@@ -95,6 +96,8 @@ def _run(request: Request, start: StartRank) -> int:
         closing(ChannelDirectory(directory)) as link,
     ):
         command = python_module("hpctrain", "run", str(job), "--started-by", str(directory))
+        if request.program:
+            command = python_module("hpctrain", "prove", "--on-top", str(job), "--", *request.program)
         launched = launch(command, request.ranks, directory, start)
         give_up = time.monotonic() + request.seconds
         try:

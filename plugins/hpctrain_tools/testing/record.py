@@ -85,7 +85,7 @@ class Difference:
                 "buffers that differ by rank, such as running statistics, or a metric that isn't summed over its group"
             )
         ratio = _ratio(self.found, self.expected)
-        if ratio and "grad" in self.what:
+        if ratio and ("grad" in self.what or self.what == "the loss"):
             return f"sums over another group, or a loss that isn't a mean: it is {ratio} of what it must be"
         if self.what.startswith("the loss"):
             return "draws that differ by rank, statistics of a batch, a batch that the model changes, or a loss that isn't a mean"
@@ -179,7 +179,8 @@ def _differences(
 
 
 def _numbers(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> Iterator[tuple[str, str, str]]:
-    compared = [key for key in expected if key in ("loss", "grad_norm", "lr") or key.startswith("evaluation_")]
+    of_models = ("evaluation_", "loss_", "grad_norm_", "lr_")
+    compared = [key for key in expected if key in ("loss", "grad_norm", "lr") or key.startswith(of_models)]
     for key in compared:
         one, other = found.get(key), expected[key]
         if not isinstance(other, (int, float)):

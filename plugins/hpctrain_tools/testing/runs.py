@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ STEPS = 8
 """Optimizer steps of a run."""
 MIDDLE = 4
 """The step after which a run is ended and resumed."""
+# tables that have no part in what is compared
+_LEFT_OUT = ("logger", "scheduler", "profile")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,12 @@ class Layout:
 class Runs:
     """The runs below a directory."""
 
-    def __init__(self, directory: Path, here: Path | None = None, seconds: float = 120.0) -> None:
-        """here: the current directory of the runs, if it is not that of each. seconds: the limit of one."""
-        self.directory, self._here, self._seconds = directory, here, seconds
+    def __init__(
+        self, directory: Path, here: Path | None = None, seconds: float = 120.0, program: Sequence[str] = ()
+    ) -> None:
+        """here: the current directory of the runs, if it is not that of each. seconds: the limit of one. program: the words of one
+        with a loop of its own, for whose job the tables are laid on top."""
+        self.directory, self._here, self._seconds, self._program = directory, here, seconds, tuple(program)
         self._kept: dict[str, Record] = {}
 
     def train(
@@ -70,7 +75,20 @@ class Runs:
         whole = {name: without_unset(table) if isinstance(table, dict) else table for name, table in whole.items()}
         (place / "job.toml").write_text(tomli_w.dumps(whole))
         here = self._here or place
-        return starter().run(Request(str(place), str(here), ranks, tuple(sys.path), self._seconds))
+        return starter().run(Request(str(place), str(here), ranks, tuple(sys.path), self._seconds, self._program))
+
+
+def shortened(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a user's job for STEPS steps, with two evaluations and two saves."""
+    kept = {name: table for name, table in tables.items() if name not in _LEFT_OUT}
+    small = {
+        "job": {"steps": STEPS, "epochs": None, "output_dir": None},
+        "checkpoint": {"every_steps": MIDDLE, "every_epochs": None, "keep": 3, "keep_every": None, "keep_best": None},
+    }
+    if kept.get("evaluation"):
+        small["evaluation"] = {"every_steps": MIDDLE, "every_epochs": None}
+    found = merged(kept, small)
+    return {name: without_unset(table) if isinstance(table, Mapping) else table for name, table in found.items()}
 
 
 def without_unset(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from hpctrain.api import Documents, UsageError, causal_attention, uncompiled
+from hpctrain.toolkit.attention import shared
 
 _NAME = "hpctrain"
 """The name of this attention in transformers' interface. It has no function that makes masks."""
@@ -118,8 +119,13 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for one in found:
-        one.__dict__["attend"] = causal_attention
+        one.__dict__["attend"] = _attend
     return found
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
+    heads = query.shape[1]
+    return causal_attention(query, shared(key, heads), shared(value, heads), documents)
 
 
 def is_given(model: PreTrainedModel) -> bool:
@@ -164,9 +170,6 @@ def _attention(
             f"[parallelism] context: the model's attention has {found}, which attention over ranks does not compute; "
             + ("set [model] config = { attention_dropout = 0.0 }" if dropout else "use another axis")
         )
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)  # `attend` scales by 1 / sqrt(head_size)
     return module.attend(query, key, value, keywords.get("documents")).transpose(1, 2).contiguous(), None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.api import AttentionKernel, Documents, uncompiled
-from hpctrain.toolkit.attention import kernel_of, merge
+from hpctrain.toolkit.attention import kernel_of, merge, shared
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -31,13 +31,18 @@ def ring_attention(
 
     documents: this rank's part of each of several sequences, which lie one behind the other.
     """
-    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (one.to(dtype) if one.dtype == torch.float32 else one for one in (query, key, value))
+    query, key, value = narrowed(query, key, value)
     apply: Callable[..., Tensor] = _Ring.apply
     # chosen while gradients are on: not every kernel has a backward for every size
     spans = (documents or Documents([query.shape[2]])).spans
-    return apply(query, key, value, group, kernel_of(query, key, value), spans)
+    return apply(query, key, value, group, kernel_of(query, query, query), spans)
+
+
+def narrowed(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in autocast's dtype, as torch's own attention has them: what travels is half as long."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    return [one.to(dtype) if one.dtype == torch.float32 else one for one in tensors]
 
 
 class _Pass:
@@ -71,7 +76,8 @@ def _visible(
         keys = slice(span.start, middle)
     elif owner > rank:  # both of its chunks lie between mine
         queries = slice(middle, span.stop)
-    return query[:, :, queries].contiguous(), both[:, :, :, keys].contiguous(), queries, keys, owner == rank
+    theirs = shared(both[:, :, :, keys], query.shape[1]).contiguous()  # those that travel are as few as the model has
+    return query[:, :, queries].contiguous(), theirs, queries, keys, owner == rank
 
 
 class _Ring(torch.autograd.Function):
@@ -114,8 +120,10 @@ class _Ring(torch.autograd.Function):
         query, both, output, rows = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         rank, size = group.rank(), group.size()
-        of_query = torch.zeros_like(query)
-        of_both = torch.zeros_like(both)  # the gradient of `both`, which travels with it
+        # sums over ranks in 16 bits would lose more with each rank
+        wide = torch.promote_types(query.dtype, torch.float32)
+        of_query = torch.zeros_like(query, dtype=wide)
+        of_both = torch.zeros_like(both, dtype=wide)  # the gradient of `both`, which travels with it
         arriving: _Pass | None = None
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
@@ -132,15 +140,14 @@ class _Ring(torch.autograd.Function):
                     causal,
                 )
                 of_query[:, :, queries] += made[0]
-                of_keys.append((keys, made[1], made[2]))
+                of_keys.append((keys, torch.stack(made[1:])))
             if arriving is not None:
                 of_both = arriving.wait()
-            for keys, of_key, of_value in of_keys:
-                of_both[0, :, :, keys] += of_key
-                of_both[1, :, :, keys] += of_value
+            for keys, found in of_keys:
+                of_both[:, :, :, keys] += found.to(wide).unflatten(2, (both.shape[2], -1)).sum(3)
             arriving = _Pass(of_both, group)  # the last pass returns it to its owner
             if passing is not None:
                 both = passing.wait()
         assert arriving is not None
-        home = arriving.wait()
-        return of_query, home[0], home[1], None, None, None
+        of_key, of_value = arriving.wait().to(query.dtype)
+        return of_query.to(query.dtype), of_key, of_value, None, None, None

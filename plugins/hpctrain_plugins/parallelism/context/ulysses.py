@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.api import Documents, UsageError, causal_attention
+from hpctrain.toolkit.attention import shared
+from hpctrain_plugins.parallelism.context.ring import narrowed
 
 
 def ulysses_attention(
@@ -20,12 +22,15 @@ def ulysses_attention(
     documents: the sequences that lie one behind the other in the full row.
     """
     size, heads = group.size(), query.shape[1]
-    if heads % size or key.shape[1] % size:
+    if heads % size:
         raise UsageError(
-            f'[parallelism.context] method = "ulysses": each rank has {heads} attention heads ({key.shape[1]} of keys), '
-            f'which {size} ranks do not divide; use method = "ring"'
+            f'[parallelism.context] method = "ulysses": each rank has {heads} attention heads, which {size} ranks do not divide; '
+            'use method = "ring"'
         )
-    query, key, value = (_exchange(t, 1, 2, group) for t in (query, key, value))
+    if key.shape[1] % size:
+        key, value = shared(key, heads), shared(value, heads)
+    query, key, value = (_exchange(t, 1, 2, group) for t in narrowed(query, key, value))
+    key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
     return _exchange(causal_attention(query, key, value, documents), 2, 1, group)
 
 
