@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore as HashStore
 # The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
-__all__ = ["AllgatherOptions", "make_group"]
+__all__ = ["AllgatherOptions", "group_around", "make_backend"]
 
 
 class PythonGroup(dist.ProcessGroup):

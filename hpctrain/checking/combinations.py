@@ -16,6 +16,7 @@ from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import (
+    refuse_batch_norms,
     refuse_embeddings,
     refuse_unmatched,
     refuse_unsaved_buffers,
@@ -99,8 +100,6 @@ def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, plan.data_ranks or 1)
     if job.model.sync_batch_norm:
-        from hpctrain.model.batch_norm import refuse_batch_norms
-
         with _problem_at(("model", "sync_batch_norm"), problems):
             refuse_batch_norms(module, parts.model.name)
     trained = [parameter for parameter, _ in module.named_parameters()]

@@ -16,6 +16,7 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
+from hpctrain.model.refusals import has_batch_norms
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
@@ -117,12 +118,9 @@ def complete(
         report.say(f"resuming     from step {progress.step} ({session.newest})")
         for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
             report.say(f"schedule     {sentence}")
-    if layout.data_ranks > 1 and not job.model.sync_batch_norm:
-        from hpctrain.model.batch_norm import has_batch_norms
-
-        if has_batch_norms(model.module):
-            report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; "
-                       "[model] sync_batch_norm = true takes those of all ranks")  # fmt: skip
+    if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
+        report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; "
+                   "[model] sync_batch_norm = true takes those of all ranks")  # fmt: skip
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
 

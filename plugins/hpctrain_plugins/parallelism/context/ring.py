@@ -96,10 +96,8 @@ class _Ring(torch.autograd.Function):
         home = both
         wide = torch.promote_types(query.dtype, torch.float32)
         # what is changed below is no output of an operator, which selective checkpointing may keep
-        output, rows = (
-            torch.empty_like(query, dtype=wide),
-            torch.empty(query.shape[:3], dtype=wide, device=query.device),
-        )
+        output = torch.empty_like(query, dtype=wide)
+        rows = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
             for span in spans:
@@ -130,15 +128,8 @@ class _Ring(torch.autograd.Function):
             of_keys = []
             for span in ctx.spans:
                 mine, theirs, queries, keys, causal = _visible(rank, (rank - step) % size, query, both, span)
-                made = ctx.kernel.backward(
-                    gradient[:, :, queries].contiguous(),
-                    mine,
-                    theirs[0],
-                    theirs[1],
-                    output[:, :, queries].contiguous(),
-                    rows[:, :, queries].contiguous(),
-                    causal,
-                )
+                out, *others = (one[:, :, queries].contiguous() for one in (gradient, output, rows))
+                made = ctx.kernel.backward(out, mine, theirs[0], theirs[1], *others, causal)
                 of_query[:, :, queries] += made[0]
                 of_keys.append((keys, torch.stack(made[1:])))
             if arriving is not None:

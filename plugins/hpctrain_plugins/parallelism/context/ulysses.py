@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ def ulysses_attention(
     size, heads = group.size(), query.shape[1]
     if heads % size:
         raise UsageError(
-            f'[parallelism.context] method = "ulysses": each rank has {heads} attention heads, which {size} ranks do not divide; '
-            'use method = "ring"'
+            f'[parallelism.context] "ulysses": {size} ranks do not divide {heads} attention heads; take "ring"'
         )
     if key.shape[1] % size:
         key, value = shared(key, heads), shared(value, heads)
@@ -35,8 +33,7 @@ def ulysses_attention(
 
 
 def _exchange(tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    apply: Callable[..., Tensor] = _Exchange.apply
-    return apply(tensor, cut, join, group)
+    return _Exchange.apply(tensor, cut, join, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
