@@ -54,6 +54,13 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     return scores
 
 
+def narrowed(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in autocast's dtype, as products have them, so that what travels is half as long."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    return [one.to(dtype) if one.dtype == torch.float32 else one for one in tensors]
+
+
 def shared(tensor: Tensor, heads: int) -> Tensor:
     """Keys or values `(..., fewer, seq, head_size)`, which queries share, repeated for each of their `heads`."""
     groups = heads // tensor.shape[-3]

@@ -182,10 +182,8 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def encoded(row: Mapping[str, Any]) -> bytes:
     """A line of JSON, with null for numbers that are not finite. Raises TrainingError for a value that JSON can't hold."""
-    try:
+    with suppress(TypeError, ValueError):  # the second for numbers that are not finite
         return _STRICT.encode(row).encode() + b"\n"
-    except (TypeError, ValueError):  # the second for numbers that are not finite
-        pass
     for name, value in row.items():
         try:
             json.dumps(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ from equivalence_table import BOUNDS
 from test_stages import OPTIMIZERS, compare, reference
 from training import job, train_here
 
+from hpctrain.base.accounting import statistics
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
@@ -171,6 +173,32 @@ def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
 )
 def test_16_bits(root, record, mode: str, case) -> None:
     run(root, record, case, mode)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.shown_on(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_activations_travel_as_products_take_them(root, sequence: bool) -> None:
+    """bf16 halves what the blocks send, forwards and backwards; embeddings stay in float32."""
+
+    def sent(mode: str) -> Counter[str]:
+        before = _bytes_by_operation()
+        axis = {"tensor": {"size": 2, "sequence_parallel": sequence}}
+        train_here(job(job={"output_dir": str(root / mode)}, parallelism=axis, precision={"mode": mode}))
+        return _bytes_by_operation() - before
+
+    wide, narrow = sent("fp32"), sent("bf16")
+    large = {name for name, count in wide.items() if count > 100_000}
+    assert large == ({"all_gather_into_tensor", "reduce_scatter_tensor"} if sequence else {"all_reduce"}), wide
+    for name in large:
+        assert 0.5 < narrow[name] / wide[name] < 0.58, (name, narrow[name], wide[name])
+
+
+def _bytes_by_operation() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for operations in statistics().groups.values():
+        found.update({name: one.bytes for name, one in operations.items()})
+    return found
 
 
 @pytest.mark.thorough

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from hpctrain.api import CheckpointError, shown, storage_record
+from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.files import read_file
-from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
@@ -159,7 +159,7 @@ def _contents(table: Any) -> SavedContents:
     places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
     tensors, others = {}, {}
     for name, entry in table.state_dict_metadata.items():
-        check_printable(name)
+        values.check_printable(name)
         if isinstance(entry, dcp.TensorStorageMetadata):
             tensors[name] = _tensor(name, entry, places)
         elif (name, ()) in places:

@@ -13,8 +13,8 @@ import torch
 
 from hpctrain.api import CheckpointError, Piece
 from hpctrain.toolkit.checkpoint.files import opened, read_at
-from hpctrain.toolkit.checkpoint.fitting import check_fits
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle
+from hpctrain.toolkit.checkpoint.values import check_fits
 
 from .metadata import Item, SavedContents, Tensor
 

@@ -24,7 +24,6 @@ from torch.futures import Future
 from hpctrain.api import CheckpointError, Piece, State, agree, attempt, sync_directory
 from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.files import naming, write_file
-from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import seal
 
@@ -130,7 +129,7 @@ class PiecePlanner(SavePlanner):
         for name, part in holders:
             tensors[name].chunks.append(dcp.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)))
         for name, tensor in tensors.items():
-            check_printable(name)
+            values.check_printable(name)
             parts = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
             fault = tiling_fault(tuple(tensor.size), parts)
             if fault is not None:

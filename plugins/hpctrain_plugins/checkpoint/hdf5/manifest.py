@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError, shown
 from hpctrain.toolkit.checkpoint import values
-from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
@@ -180,7 +179,7 @@ def _parse(content: Any) -> Manifest:
     layouts: dict[int, ShardMap] = {}
     tensors = {}
     for name, one in entries.items():
-        check_printable(name)
+        values.check_printable(name)
         number = one["layout"]
         if number >= len(raw["layouts"]):
             raise CheckpointError(f"tensor {name}: it has layout {number} of {len(raw['layouts'])}")

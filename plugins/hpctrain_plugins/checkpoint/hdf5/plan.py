@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.api import CheckpointError, Piece
-from hpctrain.toolkit.checkpoint.fitting import check_printable
+from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
@@ -188,7 +188,7 @@ def _check_names(tensors: dict[str, tuple[str, Dims]]) -> None:
     """Refuse names that are not a path in an HDF5 file, or that need a group where another name has its dataset."""
     for name, (_, shape) in tensors.items():
         parts = name.split("/")
-        check_printable(name)
+        values.check_printable(name)
         if not all(parts) or "." in parts or "@" in name:
             raise CheckpointError(f"{name!r} can't name a saved tensor: expected words joined by '/', without '@'")
         for depth in range(1, len(parts)):

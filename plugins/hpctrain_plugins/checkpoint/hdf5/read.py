@@ -15,8 +15,8 @@ import xxhash
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece
+from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.files import empty, opened, read_file, read_into
-from hpctrain.toolkit.checkpoint.fitting import check_fits
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 
 from . import manifest, table
@@ -144,7 +144,7 @@ def _entry_of(directory: Path, content: Manifest, piece: Piece) -> SavedTensor:
     where, entry = directory / manifest.FILE_NAME, content.tensors.get(piece.name)
     if entry is None:
         raise CheckpointError(f"{where}: there is no tensor {piece.name}")
-    check_fits(where, piece, entry.layout.shape, entry.dtype)
+    values.check_fits(where, piece, entry.layout.shape, entry.dtype)
     return entry
 
 

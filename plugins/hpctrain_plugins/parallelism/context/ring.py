@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.api import AttentionKernel, Documents, uncompiled
-from hpctrain.toolkit.attention import kernel_of, merge, shared
+from hpctrain.toolkit.attention import kernel_of, merge, narrowed, shared
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -34,15 +34,9 @@ def ring_attention(
     query, key, value = narrowed(query, key, value)
     apply: Callable[..., Tensor] = _Ring.apply
     # chosen while gradients are on: not every kernel has a backward for every size
+    kernel = kernel_of(query, *(shared(one, query.shape[1]) for one in (key, value)))
     spans = (documents or Documents([query.shape[2]])).spans
-    return apply(query, key, value, group, kernel_of(query, query, query), spans)
-
-
-def narrowed(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in autocast's dtype, as torch's own attention has them: what travels is half as long."""
-    device = tensors[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    return [one.to(dtype) if one.dtype == torch.float32 else one for one in tensors]
+    return apply(query, key, value, group, kernel, spans)
 
 
 class _Pass:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.api import Documents, UsageError, causal_attention
-from hpctrain.toolkit.attention import shared
-from hpctrain_plugins.parallelism.context.ring import narrowed
+from hpctrain.toolkit.attention import narrowed, shared
 
 
 def ulysses_attention(

@@ -28,12 +28,13 @@ from hpctrain.api import (
     tie,
     tied_parameters,
 )
+from hpctrain.toolkit.attention import narrowed
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import StyleOrCut, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
-from hpctrain_plugins.parallelism.tensor.styles import STYLES
+from hpctrain_plugins.parallelism.tensor.styles import NARROWED, STYLES
 from hpctrain_plugins.parallelism.tensor.whole import WholeGradients
 
 LOG = logging.getLogger("hpctrain")
@@ -106,6 +107,8 @@ class TensorParallel(Parallelism):
                 gather_shares(linear, cut.rows(name, linear), mesh.size())
             made = STYLES[cut.style](inner, self.options.sequence_parallel)
             if made is not None:
+                if cut.style in NARROWED:
+                    inner.register_forward_pre_hook(lambda _, inputs: tuple(narrowed(*inputs)))
                 # every rank has the same values, or none yet: no broadcast needed
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
                 if isinstance(inner, nn.Embedding) or not brings:

@@ -18,7 +18,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from hpctrain.toolkit.attention import narrowed
+
 _SEQ = 1
+NARROWED = ("colwise", "colwise_rep", "vocabulary")
+"""Styles of Linears whose whole inputs travel, or their gradients."""
 
 
 def _colwise(module: nn.Module, sequence: bool) -> ParallelStyle:
@@ -60,7 +64,7 @@ class _FirstInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def lay_out(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             name = "" if inputs else next(iter(named))
-            given = inputs[0] if inputs else named[name]
+            [given] = narrowed(inputs[0] if inputs else named[name])
             laid = DTensor.from_local(given, device_mesh, (self._before,), run_check=False)
             made = laid.redistribute(placements=(self._after,))
             first = made.to_local() if self._local else made
