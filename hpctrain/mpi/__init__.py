@@ -55,8 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What a program without MPI does not need. `MPI`, mpi4py's module, starts MPI, with threads, and without ports where all
-    ranks share a node."""
+    """Names that a program without MPI does not need. `MPI`, mpi4py's module, starts MPI, with threads, and without ports where
+    all ranks share a node."""
     if name == "MPI":
         from hpctrain.mpi.library import MPI
 

@@ -206,4 +206,4 @@ LOOPS: dict[str, Callable[[Timed], None]] = {
 }
 """The loops by their names; the first is the reference."""
 OF_HPCTRAIN = ("own-loop", "run")
-"""Those that set torch.distributed up themselves."""
+"""Loops that set torch.distributed up themselves."""
