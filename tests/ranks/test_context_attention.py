@@ -35,7 +35,7 @@ def whole(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> list[T
 
 
 def over_ranks(method: str, tensors: list[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """What this rank gets, and the same part of whole attention."""
+    """The results of this rank, and the same part of whole attention."""
     size, rank, tokens = dist.get_world_size(), dist.get_rank(), tensors[0].shape[2]
     mine = positions(tokens, size, rank) if method == "ring" else torch.arange(tokens).chunk(size)[rank]
     *inputs, gradient = (one[:, :, mine].to(dtype) for one in tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -24,8 +25,8 @@ _LARGE = 5
 # seconds of a round of one loop
 _LIMIT = 300.0
 
-Found = dict[str, dict[int, list[float]]]
-"""Milliseconds a step of each round, by loop and batch."""
+Found = dict[str, dict[int, float]]
+"""Milliseconds a step in the quickest round, by loop and batch."""
 
 
 def chosen(only: str | None) -> list[str]:
@@ -49,11 +50,11 @@ def missing(name: str) -> str:
 
 def measure(names: Sequence[str], ranks: int, steps: int, rounds: int) -> Found:
     """The loops in turns, each turn in new processes with one thread a rank."""
-    found: Found = {name: {batch: [] for batch in BATCHES} for name in names}
+    found: Found = {name: dict.fromkeys(BATCHES, math.inf) for name in names}
     for _ in range(rounds):
         for name in names:
             for batch, milliseconds in _in_processes(name, ranks, steps).items():
-                found[name][int(batch)].append(milliseconds)
+                found[name][int(batch)] = min(milliseconds, found[name][int(batch)])
     return found
 
 
@@ -113,6 +114,6 @@ def lines(found: Found, ranks: int) -> list[str]:
     told = [f"{ranks} rank{'s' * (ranks > 1)}, milliseconds a step, the quickest round", f"{'':12}{heads}"]
     first = next(iter(found.values()))
     for name, of_batch in found.items():
-        shown = (f"{min(of_batch[batch]):.2f}  x{min(of_batch[batch]) / min(first[batch]):.2f}" for batch in BATCHES)
+        shown = (f"{of_batch[batch]:.2f}  x{of_batch[batch] / first[batch]:.2f}" for batch in BATCHES)
         told.append(f"{name:12}" + "".join(f"{one:>22}" for one in shown))
     return told

@@ -13,7 +13,8 @@ import tomli
 
 import hpctrain
 from hpctrain.api import Job, UsageError
-from hpctrain.job.reading import read_job
+from hpctrain.library.jobs import job_tables
+from hpctrain.ranks.detection import detect
 from hpctrain_tools.testing.runs import merged, shortened
 
 
@@ -27,7 +28,7 @@ def run_program(on_top: Path, words: Sequence[str]) -> None:
     ) -> AbstractContextManager[Any]:
         if loops:
             raise UsageError("prove: the program begins a second own_loop; expected one")
-        whole = merged(_tables(job), tables)
+        whole = job_tables(job, tables, detect().size)
         found = merged(shortened(whole), tables_on_top, {"hook": [*whole.get("hook", []), *tables_on_top["hook"]]})
         loops.append(theirs(found))
         return loops[0]  # type: ignore[no-any-return]
@@ -38,9 +39,3 @@ def run_program(on_top: Path, words: Sequence[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
     if not loops:
         raise UsageError(f"prove: {words[0]} ends without hpctrain.own_loop; expected a program with a loop of its own")
-
-
-def _tables(job: Job | Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(job, (str, Path)):
-        return read_job(Path(job), ()).tables
-    return job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
