@@ -57,6 +57,12 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def joint_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The mesh of an axis, as `Parallelism.apply` gets it, and of those of `axes` that the job has, the outermost first."""
+    root, wanted = mesh._get_root_mesh(), {*(mesh.mesh_dim_names or ()), *axes}
+    return root[tuple(axis for axis in root.mesh_dim_names or () if axis in wanted)]
+
+
 class _Called(torch.autograd.Function):
     """Calls a function where gradients are computed."""
 

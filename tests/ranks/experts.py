@@ -1,4 +1,7 @@
-"""Expert parallelism as a plugin: an axis whose ranks have samples of their own, and experts of their own."""
+"""Expert parallelism as a plugin: an axis whose ranks have samples of their own, and experts of their own.
+
+Beside tensor parallelism each expert is cut, too: its matrices are DTensors over both axes.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from hpctrain.api import (
     Parallelism,
     fill_normal,
     hookimpl,
+    joint_mesh,
 )
 
 EXPERTS = 4
@@ -53,6 +57,37 @@ class Scatter(torch.autograd.Function):
         return gather(gradient, ctx.group), None
 
 
+class Summed(torch.autograd.Function):
+    """The sum over the ranks of parts that each computes from the same input."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return summed(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Shared(torch.autograd.Function):
+    """An input of parts: each rank's gradient is a part of the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
+
+
+def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = part.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
 def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
     dist.all_gather_single(whole, mine.contiguous(), group=group)
@@ -73,6 +108,7 @@ class Experts(nn.Module):
         self.gate = nn.Linear(size, EXPERTS)
         self.up, self.down = (nn.Parameter(torch.empty(EXPERTS, size, size)) for _ in range(2))
         self.group: dist.ProcessGroup | None = None
+        self.width_group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (rows, size) -> the same"""
@@ -82,7 +118,12 @@ class Experts(nn.Module):
             return self._mix(x, weights, up, down)
         first = self.group.rank() * len(up)
         rows, weights = Gather.apply(x, self.group), Gather.apply(weights, self.group)  # type: ignore[no-untyped-call]
-        mixed = self._mix(rows, weights[:, first : first + len(up)], up, down)
+        weights = weights[:, first : first + len(up)]
+        if self.width_group is not None:
+            rows, weights = (Shared.apply(one, self.width_group) for one in (rows, weights))  # type: ignore[no-untyped-call]
+        mixed = self._mix(rows, weights, up, down)
+        if self.width_group is not None:
+            mixed = Summed.apply(mixed, self.width_group)  # type: ignore[no-untyped-call]
         return Scatter.apply(mixed, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     @staticmethod
@@ -137,12 +178,17 @@ class Expert(Parallelism):
     traits = AxisTraits("ep", 35, "parts of samples", has_own_parameters=True)
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedAxis:
+        both = joint_mesh(mesh, "tp")
         for one in module.modules():
             if isinstance(one, Experts):
                 one.group = mesh.get_group()
-                for name in ("up", "down"):
-                    mine = getattr(one, name).chunk(mesh.size())[mesh.get_local_rank()]
-                    setattr(one, name, nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)))
+                one.width_group = both.get_group("tp") if both.ndim > 1 else None
+                for name, width in (("up", 2), ("down", 1)):
+                    mine, cuts = getattr(one, name), (0, width)[: both.ndim]
+                    for axis, dim in enumerate(cuts):
+                        mine = mine.chunk(both.size(axis), dim)[both.get_local_rank(axis)]
+                    placements = [Shard(dim) for dim in cuts]
+                    setattr(one, name, nn.Parameter(DTensor.from_local(mine, both, placements, run_check=False)))
         return AppliedExpert(module, mesh)
 
 

@@ -52,6 +52,22 @@ def test_experts_train_as_in_one_process(root, experts: int, replicate: int, sha
     compare(rows, expected, losses=1e-10, norms=1e-10)
 
 
+@pytest.mark.cases(thorough=["{'stage': 2}"], rest="nightly")
+@pytest.mark.parametrize("sharding", [{"stage": 0}, {"stage": 1, "reduce_bucket_size": 200}, {"stage": 2}], ids=str)
+def test_experts_that_tensor_parallelism_cuts_too(root, sharding: dict[str, Any]) -> None:
+    """Matrices over two axes; then on without either axis, and back on both."""
+    if dist.get_world_size() % 4:
+        pytest.skip("needs a multiple of 4 ranks")
+    axes = {"expert": 2, "tensor": {"size": 2, "plan": {"head": "colwise_rep"}}}
+    tables = {**tables_of(root, 4, 4, **sharding), "parallelism": axes}
+    expected = foreign_steps(module_of(tables, torch.float64), tables_of(root, 4, 9), torch.optim.AdamW, lr=0.05)
+    rows = train_here(tables).rows
+    whole = tables_of(root, 1, 7, stage=2)
+    rows += train_here({**whole, "parallelism": {}, "batch": {"global_size": 48, "micro_size": 4}}).rows
+    rows += train_here({**tables_of(root, 4, 9, **sharding), "parallelism": axes}).rows
+    compare(rows, expected, losses=1e-10, norms=1e-10)
+
+
 def test_a_strategy_that_cannot_sum_over_some_ranks_refuses(root) -> None:
     with pytest.raises(JobError, match=r"expert has parameters of its own"):
         check(RawJob(tables_of(root, 2, stage=3), {}, "job"), 4)
