@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from faulty import FAULTS, Fault
 from hpctrain_tools.testing.check import find_broken_promises
 from jobs import TINY
 
 import hpctrain
-from hpctrain.api import Plugin, UsageError
+from hpctrain.api import EnvironmentUnfitError, Plugin, UsageError
 from hpctrain.cli import cli
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
@@ -70,6 +71,12 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
     found = find_broken_promises(fault.plugin, fault.tables, first=True)
     assert found and (found[0].plugin, found[0].slot) == (fault.plugin.name, fault.plugin.slot)
     assert re.search(fault.told, str(found[0]), re.DOTALL), found[0]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the kit examines it on this machine")
+def test_what_a_machine_lacks_is_no_broken_promise() -> None:
+    with pytest.raises(EnvironmentUnfitError, match="communicator 'nccl' can't be examined on this machine: "):
+        check_plugin("communicator.nccl")
 
 
 @pytest.mark.timeout(600)

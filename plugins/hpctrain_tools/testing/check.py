@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.api import EnvironmentUnfitError, Plugin, UsageError
+import torch
+
+from hpctrain.api import EnvironmentUnfitError, Identity, Machine, Plugin, UsageError
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS
@@ -36,7 +38,7 @@ def check_plugin(
     plugin needs. ranks: numbers of ranks, which the kit starts.
 
     Raises BrokenPromiseError with a sentence for each promise that does not hold: plugin, slot, promise, and what was found.
-    Raises UsageError for what is no plugin.
+    Raises UsageError for what is no plugin, and EnvironmentUnfitError where the plugin says that this machine lacks what it needs.
     """
     findings = find_broken_promises(plugin, job, ranks)
     if findings:
@@ -53,10 +55,21 @@ def find_broken_promises(
     cls, slot, modules = _found(plugin)
     with scratch_directory("kit-") as directory:
         kit = Kit(cls, slot, job or {}, ranks, modules, directory, first)
+        _refuse_machine(kit)
         with suppress(EnoughError):
             examine(kit)
             describe(kit)
     return kit.findings
+
+
+def _refuse_machine(kit: Kit) -> None:
+    """Raises EnvironmentUnfitError where the plugin can't run on this machine's CPUs: then nothing is known of its promises."""
+    lacking = None
+    with suppress(Exception):  # what can't be made, or raises, is examined
+        plugin = build_registry(kit.modules).make(kit.plugin, kit.plugin.Options(**kit.options))
+        lacking = plugin.missing(Machine(Identity(source="mpi"), torch.device("cpu")))
+    if lacking:
+        raise EnvironmentUnfitError(f"{kit.slot} {kit.plugin.name!r} can't be examined on this machine: {lacking}")
 
 
 def _found(plugin: type[Plugin] | str) -> tuple[type[Plugin], str, list[str]]:

@@ -55,9 +55,13 @@ class _PluginTest(pytest.Item):
         self._plugin = plugin
 
     def runtest(self) -> None:
+        from hpctrain.api import EnvironmentUnfitError
         from hpctrain.testing import check_plugin
 
-        check_plugin(self._plugin, _jobs(self.config).get(self._plugin))
+        try:
+            check_plugin(self._plugin, _jobs(self.config).get(self._plugin))
+        except EnvironmentUnfitError as error:
+            pytest.skip(str(error))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         from hpctrain.testing import BrokenPromiseError
