@@ -163,6 +163,17 @@ def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
     run(root, record, case, tie_embeddings=True)
 
 
+CHUNKED = [({}, 3, "sgd", 2, "none"), ONE_AXIS[1], ONE_AXIS[3], ONE_AXIS[7]]
+
+
+@pytest.mark.cases(default=["-stage3-sgd"], thorough=["tensor-stage1-sgd"], rest="nightly")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CHUNKED, ids=label)
+def test_a_loss_in_chunks(root, case) -> None:
+    """As with whole logits; the last chunk has fewer tokens."""
+    run(root, lambda *_: None, case, loss_chunk=37)
+
+
 @pytest.mark.cases(
     default=["bf16-context-stage0-sgd", "bf16-pipeline-stage1-sgd"], thorough=["bf16-tensor-stage1-sgd"], rest="nightly"
 )

@@ -35,10 +35,9 @@ from hpctrain.api import (
     fill_normal,
     hookimpl,
 )
+from hpctrain.toolkit.losses import IGNORED, NOT_CHUNKED, can_chunk, chunked_cross_entropy, summed_cross_entropy
 
 _STD = 0.02
-# the label of a position that has no loss, as in torch's cross_entropy
-_IGNORED = -100
 
 
 class GPTOptions(Options):
@@ -48,6 +47,9 @@ class GPTOptions(Options):
     vocab_size: int = Field(default=256, ge=1, description="number of token ids")
     max_seq_length: int = Field(default=128, ge=1, description="longest sequence, in tokens")
     tie_embeddings: bool = Field(default=False, description="the head shares the matrix of the token embedding")
+    loss_chunk: int = Field(
+        default=0, ge=0, description="tokens whose logits exist at a time in training, for a large vocabulary; 0: all"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> GPTOptions:
@@ -123,6 +125,7 @@ class GPTModule(nn.Module):
         self.layers = nn.ModuleList(Block(options.hidden_size, options.attention_heads) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.hidden_size)
         self.head = nn.Linear(options.hidden_size, options.vocab_size, bias=False)
+        self.loss_chunk = options.loss_chunk
         if options.tie_embeddings:
             self.head.weight = self.token_embedding.weight
 
@@ -132,12 +135,20 @@ class GPTModule(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.token_embedding(input_ids) + self.position_embedding(positions)  # type: ignore[no-any-return]
 
-    def forward(self, input_ids: Tensor, positions: Tensor | None = None, documents: Documents | None = None) -> Tensor:
-        """-> logits (batch, seq, vocab)"""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """-> logits (batch, seq, vocab); with labels the sum of the loss, whose logits exist in chunks"""
         x = self.embed(input_ids, positions)
         for layer in self.layers:
             x = layer(x, documents)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = self.norm(x)
+        # here, where a strategy has gathered the head's matrix
+        return self.head(x) if labels is None else chunked_cross_entropy(self.head, x, labels, self.loss_chunk)
 
 
 class GPT(
@@ -162,6 +173,8 @@ class GPT(
         return self.options.attention_heads
 
     def problems(self, plan: Plan) -> list[Problem]:
+        if self.options.loss_chunk and not can_chunk(plan):
+            return [Problem(NOT_CHUNKED, "model.loss_chunk")]
         if not (plan.packs and plan.compiles and plan.activation_checkpointing.is_compiled):
             return []
         why = (
@@ -203,7 +216,7 @@ class GPT(
             fill_normal(tensor, _STD, seed, name, rows)
 
     def padding(self) -> dict[str, float]:
-        return {"input_ids": 0, "labels": _IGNORED}  # attention is causal: no token sees the padding
+        return {"input_ids": 0, "labels": IGNORED}  # attention is causal: no token sees the padding
 
     def sequence_dims(self) -> dict[str, int]:
         return {"input_ids": 1, "labels": 1}
@@ -227,15 +240,14 @@ class GPT(
         return module.head(module.norm(hidden))
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        return module(batch["input_ids"], batch.get("positions"), batch.get("documents"))
+        labels = batch["labels"] if self.options.loss_chunk and torch.is_grad_enabled() else None
+        return module(batch["input_ids"], batch.get("positions"), batch.get("documents"), labels)
 
     def count(self, batch: Batch) -> int:
-        return int((batch["labels"] != _IGNORED).sum())
+        return int((batch["labels"] != IGNORED).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        # at least float32: a sum over thousands of tokens does not fit 16 bits
-        logits = outputs if outputs.dtype == torch.float64 else outputs.float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED, reduction="sum")
+        return outputs if outputs.dim() == 0 else summed_cross_entropy(outputs, batch["labels"])
 
     def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
         """Write a GPT2LMHeadModel of transformers."""
@@ -243,7 +255,7 @@ class GPT(
             raise UsageError("--merged adds an adapter to what it adapts, and gpt has none; leave it out")
         from hpctrain_plugins.model.gpt2_export import export_gpt2  # here: training exports nothing
 
-        return export_gpt2(values, out, **self.options.model_dump())
+        return export_gpt2(values, out, **self.options.model_dump(exclude={"loss_chunk"}))
 
     def flops(self, batch: Batch) -> int:
         """6 per matrix parameter and token, plus attention's 12 x layers x hidden x seq per token

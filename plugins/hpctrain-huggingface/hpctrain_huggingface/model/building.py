@@ -302,6 +302,13 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
     decoder = Decoder.of(base) if task == "causal-lm" else None
     if decoder is not None:
         let_run_alone(decoder)
+    if options.loss_chunk:
+        if task != "causal-lm" or routes:
+            what = "a router's loss is computed from all outputs" if routes else f"the task is {task!r}"
+            raise UsageError(f"[model] loss_chunk: {what}; it goes with the loss of a causal-lm alone")
+        from hpctrain_huggingface.model.chunks import lose_in_chunks
+
+        lose_in_chunks(base, options.loss_chunk)
     at = None if options.path is None else directory_of(options.path)
     saved = options.adapter.get("path")
     names = {}

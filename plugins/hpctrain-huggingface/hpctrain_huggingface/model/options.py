@@ -47,6 +47,11 @@ class HuggingFaceOptions(Options):
         default=None,
         description='transformers\' way to compute experts: "grouped_mm", "batched_mm", "eager" (default: its own choice)',
     )
+    loss_chunk: int = Field(
+        default=0,
+        ge=0,
+        description="tokens whose logits exist at a time when a causal-lm trains, for a large vocabulary; 0: all",
+    )
     frozen_dtype: Literal["parameters", "bf16", "fp16"] = Field(
         default="parameters",
         description="the dtype of frozen parameters where adapters are trained: bf16 halves the base's memory",
@@ -68,6 +73,10 @@ class HuggingFaceOptions(Options):
             raise ValueError('expected path = "DIR", or config = { model_type = "llama", ... }')
         if self.frozen_dtype != "parameters" and not self.adapter:
             raise ValueError("frozen_dtype goes with an adapter: without one, the parameters are trained")
+        if self.preference is not None and self.loss_chunk:
+            raise ValueError(
+                "preference compares whole answers, whose logits loss_chunk does not keep; leave one of them out"
+            )
         if self.preference is not None and not self.adapter:
             raise ValueError(
                 "preference needs an adapter: the model without it is what the preferences are measured against"

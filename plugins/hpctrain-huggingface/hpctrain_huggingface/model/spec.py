@@ -27,6 +27,7 @@ from hpctrain.api import (
     TokenModel,
     UsageError,
 )
+from hpctrain.toolkit.losses import NOT_CHUNKED, can_chunk
 from hpctrain_huggingface.model import tasks
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plan import base_name
@@ -140,8 +141,12 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         return [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it."""
+        """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it.
+
+        With `loss_chunk`, the sum of the loss where a backward may follow."""
         given = self.inputs(module, batch)
+        if self.options.loss_chunk and torch.is_grad_enabled():
+            return module(**given, loss_labels=batch["labels"])
         if self.task == "seq2seq-lm" and "decoder_input_ids" not in given:
             given["decoder_input_ids"] = self._shifted(module, batch["labels"])
         outputs = module(**given)
@@ -178,7 +183,7 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         """The sum over labels; a router's own loss, a mean over tokens, with its coefficient, for each of them."""
         task, problem = tasks.TASKS[self.task], tasks.problem_of(self.config, batch["labels"])
         if isinstance(outputs, Tensor):
-            return tasks.loss(task, problem, outputs, batch)
+            return outputs if not outputs.dim() else tasks.loss(task, problem, outputs, batch)
         own = tasks.loss(task, problem, outputs["logits"], batch)
         share = float(getattr(self.config, "router_aux_loss_coef", 0.0)) * (batch["labels"] != tasks.IGNORED).sum()
         return {"loss": own, "router": outputs["router"].to(own) * share}
@@ -215,6 +220,8 @@ class CausalLanguageModel(TextModel, PackedModel, PipelineModel):
         from hpctrain_huggingface.model.layers import Decoder
 
         found = super().problems(plan)
+        if self.options.loss_chunk and not can_chunk(plan):
+            found.append(Problem(NOT_CHUNKED, "model.loss_chunk"))
         if plan.sizes.get("pipeline", 1) > 1:
             decoder = Decoder.of(self._latest().module)
             if decoder is not None:

@@ -12,12 +12,10 @@ import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
 from hpctrain.api import Batch, UsageError
+from hpctrain.toolkit.losses import IGNORED, summed_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-IGNORED = -100
-"""The label of a position that has no loss, as in torch's cross_entropy and in transformers."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,9 @@ def loss(task: Task, problem: str | None, logits: Tensor, batch: Batch) -> Tenso
     sample, "multi_label_classification" the mean binary cross entropy of a sample's classes.
     """
     labels: Tensor = batch["labels"]
-    wide = logits if logits.dtype == torch.float64 else logits.float()
     if task.of_tokens:
-        return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return summed_cross_entropy(logits, labels)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
     if problem == "regression":
         return (wide - labels.to(wide.dtype).view(wide.shape)).square().flatten(1).mean(1).sum()
     if problem == "multi_label_classification":

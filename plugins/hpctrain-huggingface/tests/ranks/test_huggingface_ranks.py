@@ -111,6 +111,18 @@ def test_a_model_of_the_hub(root: Path, name: str, layout: dict[str, Any]) -> No
     compare(train_here(tables).rows, expected, *((1e-10, 1e-8) if name == "gpt2" else (1e-7, 1e-6)))
 
 
+@pytest.mark.cases(default=["llama-{'sharding': {'stage': 3}}"], rest="thorough")
+@pytest.mark.shown_on(2)
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama", STAGE_3), ("llama, tied", TENSOR), ("gpt2", CONTEXT), ("mixtral", {})], ids=str
+)
+def test_a_loss_in_chunks(root: Path, name: str, layout: dict[str, Any]) -> None:
+    path = saved(root, name)
+    tables = hub_models.job(root / "run", path, model={"loss_chunk": 5}, **layout)
+    expected = hub_models.trained_plainly(plain(path), tables)
+    compare(train_here(tables).rows, expected, *((1e-10, 1e-8) if name == "gpt2" else (1e-7, 1e-6)))
+
+
 @pytest.mark.shown_on(2)
 def test_units_that_are_gathered_in_16_bits_stay_near_the_curve(root: Path) -> None:
     path = saved(root, "llama")
@@ -179,6 +191,9 @@ def saved_adapter(root: Path, path: Path, **options: Any) -> Path:
     return adapter
 
 
+CHUNKED: dict[str, Any] = {"model": {"loss_chunk": 5}}
+
+
 @pytest.mark.cases(thorough=["gpt2-{'sharding': {'stage': 2}}"], rest="nightly")
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -187,6 +202,7 @@ def saved_adapter(root: Path, path: Path, **options: Any) -> Path:
         pytest.param("llama, tied", TENSOR, marks=pytest.mark.shown_on(2)),
         pytest.param("llama", {**TENSOR, **STAGE_3}, marks=pytest.mark.shown_on(4)),
         ("gpt2", {"sharding": {"stage": 2}}),
+        nightly("llama", {**CHUNKED, **STAGE_3}),
         nightly("llama", {"sharding": {"stage": 1}}),
         nightly("llama", {"activation_checkpointing": {"mode": "full"}, **STAGE_3}),
         nightly("mixtral", STAGE_3),

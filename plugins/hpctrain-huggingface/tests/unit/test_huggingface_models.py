@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
-from hpctrain.api import Documents, HpctrainError
+from hpctrain.api import Documents, HpctrainError, UsageError
 from hpctrain.checking.check import check
 from hpctrain.cli import cli
 from hpctrain.job.raw import RawJob
@@ -542,3 +542,10 @@ def test_a_window_is_trained_without_masks_of_all_pairs_of_tokens() -> None:
     theirs(input_ids=ids).logits.square().mean().backward()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+def test_a_model_that_changes_its_logits_refuses_a_loss_in_chunks(name: str) -> None:
+    spec = HuggingFace(HuggingFaceOptions(config=ARCHITECTURES[name], loss_chunk=4, task="causal-lm"))
+    with pytest.raises(UsageError, match="loss_chunk: logits are changed behind the head in a "), torch.device("meta"):
+        spec.build()
