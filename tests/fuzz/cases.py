@@ -432,7 +432,7 @@ JSONS: dict[str, Callable[[Place], Any]] = {
 DCP = [
     *_replaced("dcp", f"{CHECKPOINT}/.metadata", LOOKING, REFUSED),
     *_replaced("dcp", f"{CHECKPOINT}/hpctrain.json", LOOKING, REFUSED),
-    *_replaced("dcp", f"{CHECKPOINT}/__0_0.distcp", LOOKING, UNREADABLE),
+    *_replaced("dcp", f"{CHECKPOINT}/hpctrain__0_0.distcp", LOOKING, UNREADABLE),
     *_cases("dcp", ".metadata", METADATAS, REFUSED),
     *_cases("dcp", "parts", ITEMS, UNREADABLE),
     *_cases("dcp", "hpctrain.json", JSONS, REFUSED),

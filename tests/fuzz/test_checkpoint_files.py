@@ -183,7 +183,7 @@ def metadata(draw: Draw, place: Place) -> None:
 
 
 def dcp_files(draw: Draw, place: Place) -> None:
-    path = place.checkpoint / draw(st.sampled_from(["__0_0.distcp", "hpctrain.json"]))
+    path = place.checkpoint / draw(st.sampled_from(["hpctrain__0_0.distcp", "hpctrain.json"]))
     if path.suffix == ".json":
         sealed_json(draw, path)
     else:

@@ -286,6 +286,12 @@ def test_values_that_are_no_object_are_refused(checkpoint: Path) -> None:
     assert len(Dcp().verify(checkpoint)) == 1
 
 
+def test_the_values_of_a_checkpoint_of_hpctrain_s_are_missed(checkpoint: Path) -> None:
+    """Those of other programs have none."""
+    (checkpoint / "hpctrain.json").unlink()
+    assert Dcp().verify(checkpoint) == [f"{checkpoint / 'hpctrain.json'}: the file is missing"]
+
+
 def test_missing_and_unknown_files_are_named(checkpoint: Path) -> None:
     (checkpoint / "notes").write_text("x")
     assert [str(checkpoint / "notes") in fault for fault in Dcp().verify(checkpoint)] == [True]

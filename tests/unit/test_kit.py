@@ -37,6 +37,7 @@ UNFIT = {
     "nccl",
     "record",
     "fp8",
+    "tf32",
     "mixture",
     "tokens",
     "text",

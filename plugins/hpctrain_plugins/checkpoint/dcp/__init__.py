@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 METADATA_FILE = ".metadata"
 """torch's own table of contents."""
 VALUES_FILE = "hpctrain.json"
+PREFIX = "hpctrain"
+"""The begin of the names of hpctrain's own files of tensors, which other programs call as torch does."""
 """The values of a checkpoint, and the checksum of the table."""
 MOST_KEPT = 32 * 2**20
 """The largest table of contents that is cached, in bytes: training needs the memory."""
@@ -112,8 +114,12 @@ class Dcp(CheckpointFormat):
         except (CheckpointError, OSError) as error:
             return [str(error)]
         known = {METADATA_FILE, VALUES_FILE, *contents.files}
+        lacks_values = (
+            any(name.startswith(PREFIX) for name in contents.files) and not (directory / VALUES_FILE).exists()
+        )
         unknown = [path for path in sorted(directory.iterdir()) if path.name not in known]
         faults = read.verify(directory, contents, progress)
+        faults += [f"{directory / VALUES_FILE}: the file is missing"] * lacks_values
         return faults + [f"{path}: {METADATA_FILE} doesn't know this file" for path in unknown]
 
     def recognizes(self, directory: Path) -> bool:

@@ -27,7 +27,7 @@ from hpctrain.toolkit.checkpoint.files import naming, write_file
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import seal
 
-from . import VALUES_FILE
+from . import PREFIX, VALUES_FILE
 from .metadata import read_bytes
 
 
@@ -65,6 +65,14 @@ class _Writer(FileSystemWriter):
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._rank = directory, rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names of files by which `verify` knows that hpctrain.json belongs to them."""
+        planned = super().prepare_global_plan(plans)
+        return [
+            replace(plan, storage_data=replace(plan.storage_data, prefix=f"{PREFIX}{plan.storage_data.prefix}"))
+            for plan in planned
+        ]
 
     def storage_meta(self) -> dcp.StorageMeta:
         """The directory as text: ranks send each other no paths, which are objects with code of their own."""
