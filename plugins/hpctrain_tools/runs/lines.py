@@ -10,7 +10,7 @@ from rich.text import Text
 
 from hpctrain.base.errors import escaped
 from hpctrain.training.progress import duration
-from hpctrain_tools.runs import figures
+from hpctrain_tools.runs import phrases
 from hpctrain_tools.runs.room import Line, Room
 from hpctrain_tools.runs.rows import Step
 from hpctrain_tools.runs.sparkline import chart, scale, sparkline
@@ -47,7 +47,7 @@ def only_line(seen: Snapshot, room: Room) -> Text:
     """Everything about a run that has a single line."""
     step = seen.history.step
     name = escaped(str(seen.directory))
-    told = [(f"step {_count(seen, step)}", ""), *figures.loss(step)] if step else []
+    told = [(f"step {_count(seen, step)}", ""), *phrases.loss(step)] if step else []
     needed = sum(cell_len(text) + 2 for text, _ in told) + len(_state(seen)) + 2
     name = room.end_of(name, max(8, room.width - needed))
     return room.joined([(name, "bold"), (_state(seen), STYLES.get(seen.standing.word, "")), *told])
@@ -67,14 +67,14 @@ def about(seen: Snapshot, room: Room) -> Iterator[Line]:
         yield Line(1, room.joined([(told, "bold yellow")]))
     yield Line(OF_LOSS, _curve(seen, step, room))
     optional = (
-        (3, figures.evaluation(seen, room)),
-        (4, figures.speed(seen, step)),
-        (6, figures.parts(step)),
+        (3, phrases.evaluation(seen, room)),
+        (4, phrases.speed(seen, step)),
+        (6, phrases.parts(step)),
         (5, [(step.slowest, "yellow")] if step.slowest else []),
-        (5, figures.guarded(step)),
-        (7, figures.rates(step)),
-        (8, figures.memory(step)),
-        (9, figures.checkpoint(seen, step)),
+        (5, phrases.guarded(step)),
+        (7, phrases.rates(step)),
+        (8, phrases.memory(step)),
+        (9, phrases.checkpoint(seen, step)),
     )
     yield from (Line(importance, room.joined(parts)) for importance, parts in optional if parts)
 
@@ -89,7 +89,7 @@ def loss_chart(seen: Snapshot, room: Room, height: int) -> list[Text]:
         Text.assemble((label, "dim"), " ", (row, "cyan"), no_wrap=True, end="")
         for label, row in zip(labels, rows, strict=True)
     ]
-    return [room.joined(figures.loss(seen.history.step)), *drawn]
+    return [room.joined(phrases.loss(seen.history.step)), *drawn]
 
 
 def log_line(text: str, room: Room) -> Text:
@@ -138,6 +138,6 @@ def _progress(seen: Snapshot, step: Step, room: Room) -> Text:
 
 def _curve(seen: Snapshot, step: Step, room: Room) -> Text:
     """The newest loss, and all losses as a sparkline."""
-    line = room.joined(figures.loss(step))
+    line = room.joined(phrases.loss(step))
     cells = seen.history.losses.cells(min(_LONGEST_CURVE, room.width - line.cell_len - 2))
     return line.append(f"  {sparkline(cells, room.ascii_only)}", "cyan") if cells else line
