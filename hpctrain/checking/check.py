@@ -167,4 +167,4 @@ def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
 
 def _installed(registry: Registry) -> dict[str, Any]:
     """Every format and communicator that can be made without options."""
-    return {"formats": registry.made("checkpoint"), "communicators": registry.made("communicator")}
+    return {"formats": registry.instances("checkpoint"), "communicators": registry.instances("communicator")}
