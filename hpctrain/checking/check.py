@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, UsageError
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
@@ -22,11 +22,11 @@ from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import JobError, PlacedProblem, keys_below, problems_of, validate
+from hpctrain.job.problems import JobError, PlacedProblem, collecting, keys_below, problems_of, validate
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_on_meta
-from hpctrain.model.mesh import Layout, layout_of, plan_of
+from hpctrain.model.mesh import layout_of, plan_of
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.trials import refuse_hidden_state
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
@@ -71,14 +71,17 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
         job = validate(Job, raw.tables)
     except ValidationError as error:
         problems += problems_of(error, (), raw.tables, partial(keys_below, Job, ["extends"]))
-    plugins = PartsMaker(raw, registry, problems).make_all()  # for their problems, also where the core's keys have some
+    plugins = PartsMaker(raw, registry, problems).make_all()  # also of a job with wrong tables: it hears of all
     if problems or not isinstance(job, Job):
         raise JobError(raw, problems)
     formats, communicators = registry.instances("checkpoint"), registry.instances("communicator")
     parts = Parts(**plugins, formats=formats, communicators=communicators)
     outline = _outline_of(parts.model, problems, tries, registry)
+    layout = None
     try:
-        plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
+        with collecting(("parallelism",), problems):
+            layout = None if world_size is None else layout_of(job, parts, world_size)
+        plan = plan_of(job, parts, outline, layout)
         problems += combination_problems(job, parts, plan)
     except HpctrainError:
         raise
@@ -86,7 +89,7 @@ def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
         retell_plugin_error(error, registry)
         raise
     problems += plugin_problems(job, parts, plan, registry)
-    if tries and not any(problem.key[0] == "optimizer" for problem in problems):  # else it would say the same again
+    if tries and not any(problem.key[0] == "optimizer" for problem in problems):  # else the trial repeats them
         _try_optimizer(parts.optimizer, problems, registry)
     if problems:
         raise JobError(raw, problems)
@@ -118,7 +121,7 @@ def _outline_of(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, reg
 def _try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
     """Build an optimizer for one parameter, and let it step."""
     try:
-        build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])  # a matrix: some take nothing else
+        build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])  # Muon takes matrices only
         refuse_hidden_state(optimizer, partial(build_optimizer, optimizer))
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
@@ -126,14 +129,6 @@ def _try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry
     except Exception as error:  # a third party's code: the report names it
         why = f"[optimizer] name = {optimizer.name!r}: {raised_in(error, registry)}"
         problems.append(PlacedProblem(("optimizer", "name"), why, EXIT_TRAINING))
-
-
-def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[PlacedProblem]) -> Layout | None:
-    try:
-        return None if world_size is None else layout_of(job, parts, world_size)
-    except UsageError as error:
-        problems.append(PlacedProblem(("parallelism",), str(error)))
-        return None
 
 
 def _unknown_names(names: Sequence[str], registry: Registry) -> list[PlacedProblem]:

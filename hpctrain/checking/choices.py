@@ -103,7 +103,7 @@ def lacking(asked: Sequence[Choice], machine: Machine, registry: Registry) -> li
 
 
 def refuse_machine(job: Job, parts: Parts, machine: Machine, registry: Registry) -> None:
-    """Raises EnvironmentUnfitError if the job's plugins lack something on `machine`. The communicator was asked before."""
+    """Raise EnvironmentUnfitError if the job's plugins lack something on `machine`. The communicator was asked before."""
     asked = [choice for choice in choices(job, parts) if choice.plugin is not parts.communicator]
     sentences = lacking(asked, machine, registry)
     if sentences:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import lcm, prod
 
-from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
 from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import PlacedProblem
+from hpctrain.job.problems import PlacedProblem, collecting
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
 from hpctrain.model.parameters import trained_names
@@ -98,29 +96,20 @@ def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
         return []
     name: Key = ("model", "name")
     problems: list[PlacedProblem] = []
-    with _problem_at(name, problems):
+    with collecting(name, problems):
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, plan.data_ranks or 1)
     if job.model.sync_batch_norm:
-        with _problem_at(("model", "sync_batch_norm"), problems):
+        with collecting(("model", "sync_batch_norm"), problems):
             refuse_batch_norms(module, parts.model.name)
     trained = [parameter for parameter, _ in module.named_parameters()]
-    with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
+    with collecting(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)
-    with _problem_at(("optimizer", "groups"), problems):
+    with collecting(("optimizer", "groups"), problems):
         refuse_unmatched({key: module.get_parameter(key).shape for key in trained}, parts.optimizer_groups)
-    with _problem_at(name, problems):
+    with collecting(name, problems):
         refuse_untrained(parts.model, trained)
     return problems
-
-
-@contextmanager
-def _problem_at(key: Key, problems: list[PlacedProblem]) -> Iterator[None]:
-    """Collect a UsageError of the block as a problem."""
-    try:
-        yield
-    except UsageError as error:
-        problems.append(PlacedProblem(key, str(error)))
 
 
 def _of_axes(job: Job, parts: Parts) -> Problems:

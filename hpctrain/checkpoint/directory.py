@@ -69,19 +69,19 @@ class CheckpointDirectory:
 
     def clean(self) -> None:
         """Remove the remains of earlier crashes as far as possible; restore a checkpoint whose replacement never finished."""
-        self._put_back()  # first: what is left of .old then has a successor
+        self._put_back()  # first: then each .old that is left has a successor
         for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".best.*.tmp", ".abandoned.*.tmp"):
             for remains in self.root.glob(pattern):
                 try:
                     _remove(remains)
-                except OSError as error:  # they do no harm
+                except OSError as error:  # remains do no harm
                     LOG.warning("could not remove %s, which a crash left: %s", remains, reason(error))
 
     def begin(self, step: int) -> Path:
         """A new, empty directory for the checkpoint of `step`."""
         make_directory(self.root)
         temporary = self.path(step).with_suffix(".tmp")
-        _remove(temporary)  # of an earlier save of this step that failed
+        _remove(temporary)  # an earlier save of this step may have failed
         temporary.mkdir()
         return temporary
 
@@ -165,7 +165,7 @@ class CheckpointDirectory:
     def _abandon(self, names: set[str]) -> None:
         """Record the abandoned checkpoints."""
         if names == self._abandoned():
-            return  # as at most saves
+            return  # most saves abandon nothing
         if names:
             _write_text(self.root / "abandoned", "".join(f"{name}\n" for name in sorted(names)))
         else:

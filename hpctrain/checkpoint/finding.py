@@ -88,7 +88,8 @@ def describe_differences(
         for name, shape in wanted.items()
         if name in stored and tuple(stored[name]) != tuple(shape)
     ]
-    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, stored)]  # on every rank
+    # collective: before anything that a rank may raise
+    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, stored)]
 
     def check() -> None:
         if missing or reshaped:

@@ -66,7 +66,8 @@ class Retention:
         if self.every is not None:
             stay |= {path for path in own if step_of(path) % self.every == 0}
         if self.best is not None:
-            ranked = sorted((self._cost_of(path), -step_of(path), path) for path in own)  # of equals, the latest
+            # the later of equals comes first
+            ranked = sorted((self._cost_of(path), -step_of(path), path) for path in own)
             leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
             self.leading = leading[0] if leading else None
             stay |= set(leading)

@@ -45,14 +45,14 @@ class WeightsSource:
     check: Callable[[], None] = lambda: None
     remarks: tuple[str, ...] = ()
 
-    def renamed(self, names: Mapping[str, str], remark: str) -> WeightsSource:
-        """The same tensors under other names: `names` maps each new name to the stored one."""
+    def renamed(self, names: Mapping[str, str], *remarks: str) -> WeightsSource:
+        """The tensors under other names: `names` maps each new name to the stored one. Those that it lacks are left out."""
 
         def fill(pieces: list[Piece]) -> None:
             self.fill([replace(piece, name=names[piece.name]) for piece in pieces])
 
         tensors = {name: self.tensors[stored] for name, stored in names.items()}
-        return WeightsSource(tensors, fill, self.check, (*self.remarks, remark))
+        return WeightsSource(tensors, fill, self.check, (*self.remarks, *remarks))
 
 
 def open_safetensors(path: Path) -> WeightsSource:

@@ -32,14 +32,14 @@ _PARTS = 16
 
 
 def model_pieces(
-    module: nn.Module, trained: Sequence[Piece], names: Collection[str], given: Collection[str] = ()
+    module: nn.Module, trained: Sequence[Piece], names: Collection[str], left_out: Collection[str] = ()
 ) -> list[Piece]:
     """The pieces in `trained`, and this rank's part of everything else in the module (frozen parameters, buffers).
 
     names: the full model's trained parameters, whether or not a program has frozen them for a while or this rank has a piece.
-    given: names of frozen parameters that are left out (`MetaModel.is_given`).
+    left_out: frozen parameters whose values the model finds elsewhere (`MetaModel.is_given`).
     """
-    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in given]
+    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in left_out]
     # buckets, and so `trained`, leave out parameters without elements; a checkpoint names them
     others = [(name, tensor) for name, tensor in named if name not in names or not tensor.numel()]
     return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
@@ -50,14 +50,14 @@ def state_pieces(
     trained: Sequence[Piece],
     names: Collection[str],
     optimizer: torch.optim.Optimizer,
-    given: Collection[str] = (),
+    left_out: Collection[str] = (),
 ) -> list[Piece]:
-    """This rank's pieces of all of a checkpoint's tensors. The optimizer's state must exist: see `create_state`. names and given:
-    see `model_pieces`.
+    """This rank's pieces of all of a checkpoint's tensors. The optimizer's state must exist: see `create_state`. names and
+    left_out: see `model_pieces`.
 
     UsageError if a parameter is cut over ranks and its state isn't cut the same way.
     """
-    of_model = model_pieces(module, trained, names, given)
+    of_model = model_pieces(module, trained, names, left_out)
     pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in of_model]
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
@@ -67,7 +67,7 @@ def state_pieces(
             # its blocks belong to one layout: docs/decisions/0022
             saved = value.dequantize() if _is_quantized(value) else value
             same = value.shape == piece.tensor.shape
-            # then its place in the full model's state is unknown
+            # the place of any other shape in the full model's state is unknown
             if not same and value.numel() != 1 and piece.tensor.shape != piece.shape:
                 raise UsageError(
                     f"[optimizer] name: {type(optimizer).__name__} keeps {key!r} of the shape {list(value.shape)} for the part "
@@ -90,7 +90,7 @@ def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 
 def _is_quantized(tensor: Tensor) -> bool:
     """Whether it is a tensor subclass made of other tensors, which file formats don't support."""
-    return hasattr(tensor, "__tensor_flatten__")  # torch's protocol of such subclasses
+    return hasattr(tensor, "__tensor_flatten__")  # torch asks its wrapper subclasses to have it
 
 
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -51,7 +51,7 @@ class _Background(threading.Thread):
     """A save on a thread, which sets `path` or `error`, and the seconds that it took."""
 
     def __init__(self, step: int, save: Callable[[], Path], device: torch.device) -> None:
-        super().__init__(name=f"checkpoint-{step}", daemon=True)  # a daemon: it must not hold up a job that has failed
+        super().__init__(name=f"checkpoint-{step}", daemon=True)  # daemon: it must not hold up a job that has failed
         self.step, self._save, self._device = step, save, device
         self.path: Path | None = None
         self.error: Exception | None = None
@@ -60,7 +60,7 @@ class _Background(threading.Thread):
     def run(self) -> None:
         begin = time.monotonic()
         try:
-            use_device(self._device)  # it is a thread's own setting
+            use_device(self._device)  # each thread has a current device of its own
             _give_way()
             self.path = self._save()
         except Exception as error:
@@ -117,7 +117,7 @@ class CheckpointStore:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
         snapshot = together(self._group, lambda: self._writer.snapshot(state))
-        # with a group of its own: its collectives must not mix with those of the training
+        # a group of its own, since its collectives must not mix with those of the training
         save = partial(self._save, step, snapshot, self._background_group)
         self._background = _Background(step, save, self._device)
         self._background.start()
@@ -271,7 +271,7 @@ class CheckpointStore:
         if isinstance(fault, Exception):
             raise fault
         step = values.get("step")
-        if type(step) is not int or not 0 <= step < 2**63:  # type: True is an int
+        if type(step) is not int or not 0 <= step < 2**63:  # no isinstance: True is an int
             return f"{directory}: its values have no step, expected a number that is zero or more"
         names = {piece.name for piece in there}
         self._warn_of_unused(directory, names, [name for name in shapes if name not in stored])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -115,20 +114,16 @@ def _named_once(source: WeightsSource, tied: Sequence[list[str]], group: dist.Pr
 
     CheckpointError if the values under these names differ.
     """
-    tensors, places = dict(source.tensors), {}
+    places = {name: name for name in source.tensors}
     for names in tied:
-        stored = [name for name in names if name in tensors]
+        stored = [name for name in names if name in places]
         if len(stored) > 1:
             share(group, partial(_refuse_different, source, stored))
         for name in stored:
-            tensors[names[0]], places[names[0]] = source.tensors[stored[0]], stored[0]
-            if name != names[0]:
-                del tensors[name]
-
-    def fill(pieces: list[Piece]) -> None:
-        source.fill([replace(piece, name=places.get(piece.name, piece.name)) for piece in pieces])
-
-    return WeightsSource(tensors, fill, source.check, source.remarks)
+            del places[name]
+        if stored:
+            places[names[0]] = stored[0]
+    return source.renamed(places)
 
 
 def _refuse_different(source: WeightsSource, names: Sequence[str]) -> None:
@@ -172,11 +167,8 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
     places = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     if kept_by is not None:
         places |= _kept(path, places, stored, kept_by)
-
-    def fill(pieces: list[Piece]) -> None:
-        checkpoint.format.load(path, [replace(piece, name=places[piece.name]) for piece in pieces])
-
-    return WeightsSource({name: stored[place] for name, place in places.items()}, fill)  # `load` checks what it reads
+    # no check: `load` checks what it reads
+    return WeightsSource(stored, partial(checkpoint.format.load, path)).renamed(places)
 
 
 def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTensor], kept_by: str) -> dict[str, str]:

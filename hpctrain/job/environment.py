@@ -44,8 +44,7 @@ _CACHES = {
     "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
 }
 
-# global, as `os.environ` is: the variables that `export` has set, and those whose readers had started before
-_exported: set[str] = set()
+# variables that `export` has set after their readers had started; global, as `os.environ` is
 _late: set[str] = set()
 
 
@@ -79,27 +78,25 @@ def as_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def export(tables: Mapping[str, Any]) -> None:
-    """Set a job's variables for this process and those that it starts. A variable of the shell stays as it is."""
-    for name, text in variables(tables).items():
-        if name not in os.environ:
-            os.environ[name] = text
-            _exported.add(name)
-            if any(module in sys.modules and name.startswith(prefixes) for module, prefixes in _READERS.items()):
-                _late.add(name)
+def export(tables: Mapping[str, Any]) -> list[str]:
+    """Set a job's variables for this process and those that it starts. Those that the shell has set stay as they are; returns the
+    names of the others."""
+    lacking = {name: text for name, text in variables(tables).items() if name not in os.environ}
+    os.environ.update(lacking)
+    started = tuple(prefix for module, prefixes in _READERS.items() if module in sys.modules for prefix in prefixes)
+    _late.update(name for name in lacking if name.startswith(started))
+    return list(lacking)
 
 
 @contextmanager
 def exported(tables: Mapping[str, Any]) -> Iterator[None]:
     """Call `export`; take its variables back at the end of the context."""
-    before = set(_exported)
+    names = export(tables)
     try:
-        export(tables)
         yield
     finally:
-        for name in _exported - before:
+        for name in names:
             os.environ.pop(name, None)  # the user's code may have removed it
-            _exported.remove(name)
             _late.discard(name)
 
 
@@ -136,7 +133,7 @@ def cached_on_node() -> Iterator[None]:
 
 def _is_safe(directory: Path) -> bool:
     """Whether `directory`, made where it is missing, is this user's, and nobody can put another one in its place."""
-    with suppress(OSError):  # what belongs to somebody else is one
+    with suppress(OSError):  # a directory of somebody else raises it
         return stays(own_directory(directory))
     return False
 
@@ -147,7 +144,7 @@ def _places() -> list[Path]:
 
 
 def refuse_shared_caches() -> None:
-    """Raises EnvironmentUnfitError where `cached_on_node` has found no safe directory."""
+    """Raise EnvironmentUnfitError where `cached_on_node` has found no safe directory."""
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(os.devnull):
         places = " and ".join(str(place.parent) for place in _places())
         raise EnvironmentUnfitError(

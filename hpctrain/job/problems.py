@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError
+from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError, UsageError
 from hpctrain.job.raw import RawJob, dotted
 from hpctrain.job.table_types import OF_SEVERAL_KEYS
 from hpctrain.job.toml import Key, written
@@ -36,7 +37,16 @@ class JobError(HpctrainError):
     def __init__(self, raw: RawJob, problems: Sequence[PlacedProblem]) -> None:
         self.problems = list(problems)
         self.exit_code = min(p.exit_code for p in problems)  # bad usage (2) before a missing package (3)
-        super().__init__("\n".join(dict.fromkeys(f"{raw.place(p.key)}: {p.message}" for p in problems)))  # each once
+        super().__init__("\n".join(dict.fromkeys(f"{raw.place(p.key)}: {p.message}" for p in problems)))
+
+
+@contextmanager
+def collecting(key: Key, problems: list[PlacedProblem]) -> Iterator[None]:
+    """Make a problem at `key` of a UsageError in the block."""
+    try:
+        yield
+    except UsageError as error:
+        problems.append(PlacedProblem(key, str(error)))
 
 
 def sentence(error: HpctrainError) -> str:

@@ -51,7 +51,7 @@ def users_code(what: str) -> Iterator[None]:
     except HpctrainError:
         raise
     except (Exception, SystemExit, GeneratorExit) as error:  # a script's sys.exit must not end a rank without a word
-        sentence, frames = f"{what} {_raised(error)}", _users_frames(error.__traceback__)
+        sentence, frames = f"{what} {raised(error)}", _users_frames(error.__traceback__)
         if frames:
             raise TrainingError(f"{sentence}\n{frames}") from error
         raise UsageError(f"{sentence}; check what is called and its arguments, the other keys of the table") from error
@@ -81,7 +81,7 @@ def retell_model_error(error: BaseException | None) -> None:
     if is_communication(trace):
         return
     LOG.info("%s failed", what, exc_info=error)
-    sentence = f"{what} {_raised(error)}{failing_layer(trace)}{batch}"
+    sentence = f"{what} {raised(error)}{failing_layer(trace)}{batch}"
     raise TrainingError(f"{sentence}\n{_users_frames(trace)}".rstrip()) from error
 
 
@@ -94,10 +94,10 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     """A sentence with the error, the plugin and its method, and the frames from there on."""
     call = _call_of(error, registry)
     if call is None:
-        return f"the plugin {_raised(error)}"
+        return f"the plugin {raised(error)}"
     source, trace = call
     frames = "".join(traceback.format_tb(trace)).rstrip()
-    return f"the plugin {source} {_raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
+    return f"the plugin {source} {raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
 
 
 def failing_layer(trace: TracebackType | None) -> str:
@@ -171,7 +171,8 @@ def _method(trace: TracebackType) -> str:
     return str(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on, it includes the class
 
 
-def _raised(error: BaseException) -> str:
+def raised(error: BaseException) -> str:
+    """The end of a sentence: "raised ValueError: its message"."""
     return f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
 
 

@@ -16,7 +16,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
-from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.blame import raised, raised_in
 from hpctrain.plugins.discovery import register
 from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.json_collectives import gather_values
@@ -74,7 +74,7 @@ class LifeCycle:
         """Raise ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
         mine = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
         if not mine:
-            return  # the job, and so this, is the same on all ranks
+            return  # a job without hooks: it is the same on all ranks
         for rank, theirs in enumerate(everyone := gather_values(mine)):
             for hook, first, other in zip(self._chosen, everyone[0], theirs, strict=True):
                 if first != other:
@@ -135,8 +135,7 @@ class LifeCycle:
         except Exception as error:
             LOG.info("a plugin failed in %s", hook, exc_info=True)
             frames, who = self._where(caller, error.__traceback__)
-            sentence = f"{who} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
-            raise TrainingError(f"{sentence} in {hook}{self._here}\n{frames}".rstrip()) from error
+            raise TrainingError(f"{who} {raised(error)} in {hook}{self._here}\n{frames}".rstrip()) from error
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """The context of a phase of `step`, counted from 0."""

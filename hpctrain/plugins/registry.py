@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ _HUB = '; names of the Hugging Face hub are not taken: name a function that load
 class Registered:
     """A plugin: its class and its origin."""
 
-    slot: Slot
     cls: type[Plugin]
     source: ModuleSource
 
@@ -68,11 +67,11 @@ class Registry:
             for slot in SLOTS.values():
                 for hook in getattr(self.manager.hook, slot.hook).get_hookimpls():
                     if hook.plugin_name == own[0].key:
-                        for plugin in _collect(self, slot, own, hook.function):
+                        for plugin in self._collect(slot, own, hook.function):
                             self.claims.setdefault(key := (slot.name, plugin.cls.name), []).append(plugin)
                             claimed.add(key)
         for key in sorted(claimed):  # once all are imported: whoever comes first must not decide
-            _settle(self, key, self.claims[key])
+            self._settle(key)
 
     def complete(self, *slots: str) -> None:
         """Import what waits in these slots, or everything."""
@@ -124,6 +123,54 @@ class Registry:
         installed = ", ".join(self.names(slot)) or "none"
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {installed}){of_hub}")
 
+    def _collect(self, slot: Slot, sources: Sequence[ModuleSource], function: Callable[[], Any]) -> list[Registered]:
+        """Call one registration hook of one module, so that a failure affects this module alone. Returns its usable plugins.
+
+        sources: the module's entry points.
+        """
+        module = sources[0]
+        try:
+            classes = function()
+        except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
+            self.faults.append(Fault(module, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
+            return []
+        if not isinstance(classes, (list, tuple)):
+            why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
+            self.faults.append(Fault(module, "broken", why))
+            return []
+        usable = []
+        for cls in classes:
+            fault = _class_fault(slot, cls)
+            name = getattr(cls, "name", None)
+            source = next((source for source in sources if source.entry_point == f"{slot.name}.{name}"), module)
+            if fault is None:
+                usable.append(Registered(cls, source))
+            else:
+                key = (slot.name, name) if isinstance(name, str) else None
+                self.faults.append(Fault(source, "broken", fault, key))
+        return usable
+
+    def _settle(self, key: tuple[str, str]) -> None:
+        """Decide which plugin gets the name `key`: another distribution's rather than hpctrain's, so that people can replace it."""
+        others = [plugin for plugin in self.claims[key] if plugin.source.distribution != OWN] or self.claims[key]
+        if len(others) > 1:
+            both = " and ".join(str(plugin.source) for plugin in others)
+            for source in (plugin.source for plugin in others):
+                why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{source.module}"]'
+                fault = Fault(source, "broken", f"{why}, or uninstall it", key)
+                self.faults += [] if fault in self.faults else [fault]  # hpctrain's own may have come later
+            return
+        (chosen,) = others
+        self.entries[key] = chosen
+        unused = [str(plugin.source) for plugin in self.claims[key] if plugin is not chosen]
+        broken = [fault for fault in self.faults if fault.state == "broken" and fault.is_about(*key)]
+        what = f"it provides the {key[0]} {key[1]!r}"
+        if broken and chosen.source.distribution == OWN:
+            self.remarks[key] = f"{what}, since {broken[0].source} is broken: {broken[0].why}"
+        if unused:
+            how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
+            self.remarks[key] = f"{what}, and {' and '.join(unused)} is not used; {how}"
+
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), complete: bool = True) -> Registry:
     """The plugins of all modules; if not `complete`, first-party ones are imported when they are asked for. Raises
@@ -135,56 +182,6 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), compl
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     return registry
-
-
-def _collect(registry: Registry, slot: Slot, sources: Sequence[ModuleSource], function: object) -> list[Registered]:
-    """Call one registration hook of one module, so that a failure affects this module alone. Returns its usable plugins.
-
-    sources: the module's entry points.
-    """
-    module = sources[0]
-    try:
-        classes = function()  # type: ignore[operator]
-    except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
-        registry.faults.append(Fault(module, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
-        return []
-    if not isinstance(classes, (list, tuple)):
-        why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
-        registry.faults.append(Fault(module, "broken", why))
-        return []
-    usable = []
-    for cls in classes:
-        fault = _class_fault(slot, cls)
-        name = getattr(cls, "name", None)
-        source = next((source for source in sources if source.entry_point == f"{slot.name}.{name}"), module)
-        if fault is None:
-            usable.append(Registered(slot, cls, source))
-        else:
-            key = (slot.name, name) if isinstance(name, str) else None
-            registry.faults.append(Fault(source, "broken", fault, key))
-    return usable
-
-
-def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Registered]) -> None:
-    """Decide which plugin gets the name `key`: another distribution's rather than hpctrain's, so that people can replace these."""
-    others = [plugin for plugin in claimants if plugin.source.distribution != OWN] or claimants
-    if len(others) > 1:
-        both = " and ".join(str(plugin.source) for plugin in others)
-        for source in (plugin.source for plugin in others):
-            why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{source.module}"]'
-            fault = Fault(source, "broken", f"{why}, or uninstall it", key)
-            registry.faults += [] if fault in registry.faults else [fault]  # hpctrain's own may have come later
-        return
-    (chosen,) = others
-    registry.entries[key] = chosen
-    unused = [str(plugin.source) for plugin in claimants if plugin is not chosen]
-    broken = [fault for fault in registry.faults if fault.state == "broken" and fault.is_about(*key)]
-    what = f"it provides the {key[0]} {key[1]!r}"
-    if broken and chosen.source.distribution == OWN:
-        registry.remarks[key] = f"{what}, since {broken[0].source} is broken: {broken[0].why}"
-    if unused:
-        how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
-        registry.remarks[key] = f"{what}, and {' and '.join(unused)} is not used; {how}"
 
 
 def _class_fault(slot: Slot, cls: object) -> str | None:

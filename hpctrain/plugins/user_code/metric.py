@@ -23,7 +23,7 @@ class UserMetric(Metric):
     name = "package.module:callable"
 
     def __init__(self, reference: str, options: dict[str, Any]) -> None:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         super().__init__(options)
         self.name = reference  # type: ignore[misc]  # as in the job file, for messages
         self._function = resolve(reference)

@@ -45,7 +45,7 @@ class UserModel(PipelineModel):
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> UserModel:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options)
         if not isinstance(loss, str):

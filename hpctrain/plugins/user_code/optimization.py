@@ -37,7 +37,7 @@ class UserOptimizer(Optimizer):
 
     @classmethod
     def from_table(cls, reference: str, options: dict[str, Any]) -> UserOptimizer:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options, [])
         if not isinstance(options.get("lr"), (int, float)) or not options["lr"] > 0:
@@ -67,7 +67,7 @@ class UserSchedule(Schedule):
     name = "package.module:callable"
 
     def __init__(self, reference: str, options: dict[str, Any]) -> None:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         super().__init__(options)
         self.name = reference  # type: ignore[misc]  # as in the job file, for messages
         self._function = resolve(reference)
@@ -91,7 +91,7 @@ class UserSchedule(Schedule):
             optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
             scheduler = self._function(optimizer, **self.options)
             is_scheduler = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-            if not is_scheduler or "metrics" in _parameters(scheduler.step):  # ReduceLROnPlateau's
+            if not is_scheduler or "metrics" in _parameters(scheduler.step):  # as ReduceLROnPlateau has it
                 raise UsageError(
                     f"[schedule] name = {self.name!r} made {type(scheduler).__name__}, expected a scheduler of torch whose rate "
                     "depends on the step alone"

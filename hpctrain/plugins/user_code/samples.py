@@ -38,7 +38,7 @@ class UserCollation:
 
     @classmethod
     def from_reference(cls, reference: str) -> UserCollation:
-        """Raises UsageError for what cannot be called with a list of samples."""
+        """Raise UsageError for what cannot be called with a list of samples."""
         what = f"[dataset] collate = {reference!r}"
         return cls(what, resolve_for(what, reference, "a list of samples"))
 
@@ -168,9 +168,9 @@ class UserSamples(_UserSource, Samples):
             return self._own_fingerprint()
         digest = hashlib.blake2b(f"{self._reference} {len(self)}".encode(), digest_size=16)
         probed = range(0, len(self), max(1, len(self) // _PROBED_SAMPLES))
-        names = [("fingerprint", index) for index in probed for _ in range(2)]  # each twice
+        names = [("fingerprint", index) for index in probed for _ in range(2)]
         texts = iter(Draws(0, self._source).of(names, lambda _, index: self._saved(self[index], index)))
-        for first, second in zip(texts, texts, strict=True):  # one iterator, so this takes pairs
+        for first, second in zip(texts, texts, strict=True):  # one iterator, so these are pairs: each is read twice
             digest.update(first if first == second else b"differs")
         return digest.hexdigest()
 
