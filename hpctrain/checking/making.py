@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -61,9 +61,18 @@ class PartsMaker:
         chosen_by, name = choice_of(slot, table)
         return self._plugin(slot, name, table, key, chosen_by) if isinstance(name, str) else None
 
-    def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
-        """The plugin `name` with the options in its table, which lies at `key`; None after a problem."""
-        own = table_class(slot).model_fields
+    def _plugin(
+        self,
+        slot: Slot,
+        name: str,
+        table: dict[str, Any],
+        key: Key,
+        chosen_by: str | None = None,
+        own: Collection[str] | None = None,
+    ) -> Any:
+        """The plugin `name` with the options in its table, which lies at `key`; None after a problem. own: keys of the table that
+        are no options (default: those of the core)."""
+        own = table_class(slot).model_fields if own is None else own
         options = {k: v for k, v in table.items() if k not in own}
         chooser = (*key, chosen_by) if chosen_by else key  # an axis's name is its key
         try:
@@ -92,16 +101,9 @@ class PartsMaker:
         """The plugins that valid options hold; None where one of them can't be made."""
         held: dict[str, dict[str, Any]] = {option: {} for option in cls.holds}
         for option, name in cls.holds.items():
-            own, slot = [*inner_table(cls.Options, option).model_fields], SLOTS[name]
+            own, slot = inner_table(cls.Options, option).model_fields, SLOTS[name]
             for place, table in options.get(option, {}).items():
-                inner = {k: v for k, v in table.items() if k == slot.key or k not in own}
-                misplaced = next((k for k in inner if k != slot.key and k in table_class(slot).model_fields), None)
-                where = (*key, option, place)
-                if misplaced is not None:
-                    why = f"it is a key of [{slot.name}] itself, expected one of {table[slot.key]!r}; move it there"
-                    self.problems.append(PlacedProblem.at((*where, misplaced), why))
-                    return None
-                held[option][place] = self._plugin(slot, table[slot.key], inner, where, slot.key)
+                held[option][place] = self._plugin(slot, table["name"], table, (*key, option, place), "name", own=own)
         return None if any(plugin is None for plugins in held.values() for plugin in plugins.values()) else held
 
     def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:

@@ -50,10 +50,9 @@ def open_torch(path: Path) -> WeightsSource:
     content, remarks = _state_dict(path, content)
     for name, tensor in content.items():
         check_name(path, name)
-        kind = _odd_kind(tensor)
-        if kind is not None:
+        if tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
             raise CheckpointError(
-                f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
+                f"{path}: {name} is nested, meta, quantized or sparse, expected a dense tensor with its values"
             )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
@@ -134,12 +133,3 @@ def _check_records(path: Path) -> None:
             f"{path} is corrupt: the CRC of {damaged} is wrong; it was damaged, or saved without CRCs "
             "(torch.serialization.set_crc32_options(False)): copy it anew, or save it with them"
         )
-
-
-def _odd_kind(tensor: Tensor) -> str | None:
-    """The property by which a tensor is no plain rectangle of numbers; None if it is one."""
-    if tensor.is_nested or tensor.is_meta:
-        return "nested" if tensor.is_nested else "meta"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout)
-    return str(tensor.dtype) if tensor.is_quantized else None
