@@ -127,19 +127,18 @@ def apply_override(raw: RawJob, override: str) -> None:
     try:
         parsed = parse(f"value = {value}")
     except tomli.TOMLDecodeError:
-        parsed = {"value": value.strip()}
+        parsed = {}
     except ValueError as error:
         raise UsageError(f"--set {name}: {error}") from None
-    if isinstance(parsed["value"], date | time):  # no key takes one, and `job.time_limit=10:00` is minutes
-        parsed["value"] = value.strip()
-    if len(parsed) > 1:  # the value had a line break and a key of its own behind it
-        raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
+    # text, too: a date or time, since `job.time_limit=10:00` is minutes, and several lines with keys of their own
+    is_toml = len(parsed) == 1 and not isinstance(parsed["value"], date | time)
+    content = parsed["value"] if is_toml else value.strip()
     table, place = _table_of(raw, override, key[:-1])
     last, target = key[-1], (*place, key[-1])
     if adds:
-        _add(raw, override, table, target, parsed["value"])
+        _add(raw, override, table, target, content)
     elif value.strip():
-        table[last] = parsed["value"]
+        table[last] = content
         raw.places[target] = f"--set {override}"
     elif last not in table:
         raise UsageError(f"--set {override}: there is no {name.strip()} to remove; expected table.key=value")
