@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import lcm, prod
 
-from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
 from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import PlacedProblem
+from hpctrain.job.problems import PlacedProblem, collecting
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
 from hpctrain.model.parameters import trained_names
@@ -39,7 +37,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_of_epochs(job, parts),
         *_of_tokens(job, parts),
         *_of_compiling(job, plan),
-        *(_of_layout(job, parts, plan, plan.data_ranks) if plan.data_ranks is not None else ()),
+        *(_of_layout(job, parts, plan.data_ranks) if plan.data_ranks is not None else ()),
     ]
 
 
@@ -59,14 +57,14 @@ def _of_evaluation(job: Job) -> Problems:
 
 
 def _lack_of_best(job: Job) -> str | None:
-    """Why no step but the last, which always stays, is both evaluated and saved. A job that is too short for its intervals is a
-    trial of a longer one: its last step is both."""
+    """The reason why no step but the last, which always stays, is both evaluated and saved; None where one is."""
     saved, evaluated, steps = job.checkpoint, job.evaluation, job.job.steps
     if not (saved.every_steps or saved.every_epochs):
         return "only the last step is saved; expected [checkpoint] every_steps or every_epochs, found none"
-    is_short = steps is not None and steps <= max(saved.every_steps, evaluated.every_steps)
-    both = lcm(saved.every_steps, evaluated.every_steps)
-    if saved.every_epochs or evaluated.every_epochs or steps is None or is_short or both < steps:
+    if saved.every_epochs or evaluated.every_epochs or steps is None:
+        return None  # the steps of an epoch are not known yet
+    is_short = steps <= max(saved.every_steps, evaluated.every_steps)  # a trial of a longer job: its last step is both
+    if is_short or lcm(saved.every_steps, evaluated.every_steps) < steps:
         return None
     return (
         f"no step of {steps} but the last is both evaluated (every {evaluated.every_steps} steps) and saved (every "
@@ -75,6 +73,7 @@ def _lack_of_best(job: Job) -> str | None:
 
 
 def _of_hooks(job: Job) -> Problems:
+    """Hooks that are listed twice."""
     names = [table.name for table in job.hook]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -82,6 +81,7 @@ def _of_hooks(job: Job) -> Problems:
 
 
 def _of_guards(job: Job) -> Problems:
+    """Rollbacks without checkpoints."""
     guard = job.guard
     if guard.rolls_back and not (job.checkpoint.every_steps or job.checkpoint.every_epochs):
         key: Key = ("guard", "non_finite" if guard.non_finite == "rollback" else "loss_spike")
@@ -90,40 +90,31 @@ def _of_guards(job: Job) -> Problems:
 
 
 def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
-    """Problems visible in the model's modules, if known before the model is built: patterns without a match, say."""
+    """Problems that the modules show if they are known before the model is built, such as patterns without a match."""
     module = plan.outline
     if module is None:
         return []
     name: Key = ("model", "name")
     problems: list[PlacedProblem] = []
-    with _problem_at(name, problems):
+    with collecting(name, problems):
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, plan.data_ranks or 1)
     if job.model.sync_batch_norm:
-        with _problem_at(("model", "sync_batch_norm"), problems):
+        with collecting(("model", "sync_batch_norm"), problems):
             refuse_batch_norms(module, parts.model.name)
     trained = [parameter for parameter, _ in module.named_parameters()]
-    with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
+    with collecting(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)
-    with _problem_at(("optimizer", "groups"), problems):
+    with collecting(("optimizer", "groups"), problems):
         refuse_unmatched({key: module.get_parameter(key).shape for key in trained}, parts.optimizer_groups)
-    with _problem_at(name, problems):
+    with collecting(name, problems):
         refuse_untrained(parts.model, trained)
     return problems
 
 
-@contextmanager
-def _problem_at(key: Key, problems: list[PlacedProblem]) -> Iterator[None]:
-    """A UsageError in the block becomes a problem."""
-    try:
-        yield
-    except UsageError as error:
-        problems.append(PlacedProblem(key, str(error)))
-
-
 def _of_axes(job: Job, parts: Parts) -> Problems:
     """Conflicts between the axes, the model and the strategy of sharding."""
-    taken = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")
+    taken = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")  # their names are the same for all numbers
     for name, plugin in parts.parallelism.items():
         other = taken.setdefault(plugin.traits.axis, name)
         if other != name:
@@ -145,11 +136,11 @@ def _of_axes(job: Job, parts: Parts) -> Problems:
             yield PlacedProblem.at(("parallelism",), f"{why}; choose smaller sizes")
 
 
-def _of_layout(job: Job, parts: Parts, plan: Plan, data_ranks: int) -> Problems:
+def _of_layout(job: Job, parts: Parts, data_ranks: int) -> Problems:
     """Conflicts with the number of ranks."""
     replicate, axes = job.parallelism.get("replicate"), parts.sharding.axes
-    shards = replicate is None or replicate.size in (1, data_ranks)
-    if replicate is not None and not shards and axes(data_ranks, replicate.size) == axes(data_ranks, 1):
+    is_trivial = replicate is None or replicate.size in (1, data_ranks)
+    if replicate is not None and not is_trivial and axes(data_ranks, replicate.size) == axes(data_ranks, 1):
         why = (
             f"found {replicate.size}, but with [sharding] {' = '.join(job.sharding.choice)} all {data_ranks} data-parallel ranks "
             "hold the same; leave it out, or choose a strategy that shards"
@@ -157,11 +148,11 @@ def _of_layout(job: Job, parts: Parts, plan: Plan, data_ranks: int) -> Problems:
         yield PlacedProblem.at(("parallelism", "replicate"), why)
     size, micro_size = job.batch.global_size, job.batch.micro_size
     if size is not None and micro_size is not None and size % (data_ranks * micro_size):  # tokens always divide
-        per_step = data_ranks * micro_size
-        near = max(per_step, round(size / per_step) * per_step)
+        least = data_ranks * micro_size
+        near = max(least, round(size / least) * least)
         why = (
             f"{size} does not divide over {data_ranks} data-parallel ranks x micro_size {micro_size}; expected a multiple of "
-            f"{per_step}, such as {near}"
+            f"{least}, such as {near}"
         )
         yield PlacedProblem.at(("batch", "global_size"), why)
 
@@ -169,34 +160,34 @@ def _of_layout(job: Job, parts: Parts, plan: Plan, data_ranks: int) -> Problems:
 def _of_dataset(job: Job) -> Problems:
     """Keys that go with some data only."""
     name, own = job.dataset.name, 'it goes with data of your own (name = "package.module:callable")'
-    given = [key for key in ("collate", "weights") if getattr(job.dataset, key) is not None]
     if not is_reference(name):
-        for key in given:
-            yield PlacedProblem.at(("dataset", key), f"{own}, found name = {name!r}; leave it out")
-    elif "collate" in given and job.batch.tokens is not None:
+        for key in ("collate", "weights"):
+            if getattr(job.dataset, key) is not None:
+                yield PlacedProblem.at(("dataset", key), f"{own}, found name = {name!r}; leave it out")
+    elif job.dataset.collate is not None and job.batch.tokens is not None:
         why = "batches by tokens are padded by hpctrain; use [batch] global_size and micro_size, or leave it out"
         yield PlacedProblem.at(("dataset", "collate"), why)
 
 
 def _of_epochs(job: Job, parts: Parts) -> Problems:
-    """Schedules by epoch without epochs, and smaller last batches where all must be of one shape."""
+    """Schedules by epoch without epochs; smaller last batches where all batches must have one shape."""
     if job.schedule.unit == "epoch" and job.job.epochs is None:
         why = '"epoch" needs [job] epochs, which say how long the schedule is; give these instead of steps, or leave it out'
         yield PlacedProblem.at(("schedule", "unit"), why)
     if job.batch.drop_last is not False:
         return
-    key: Key = ("batch", "drop_last")
+    axis = axis_of_one_shape(job, parts)
+    reasons = []
     if job.model.sync_batch_norm:
-        why = "an epoch's last batch may leave a rank without samples, and batch norms take means over all"
-        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
-    one_shape = axis_of_one_shape(job, parts)
-    if one_shape is not None:
-        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller"
-        yield PlacedProblem(key, f"[batch] drop_last = false: {why}; use true, or leave it out")
+        reasons.append("an epoch's last batch may leave a rank without samples, and batch norms take means over all")
+    if axis is not None:
+        reasons.append(f"{axis} needs micro batches of one shape, and an epoch's last batch is smaller")
+    for why in reasons:
+        yield PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}; use true, or leave it out")
 
 
 def _of_tokens(job: Job, parts: Parts) -> Problems:
-    """Token batches need a model that can be padded, and axes that take micro batches of any shape."""
+    """Token batches with a model that can't be padded, or with axes that need micro batches of one shape."""
     if job.batch.tokens is None:
         return
     instead = "use global_size and micro_size"
@@ -221,7 +212,7 @@ def _of_tokens(job: Job, parts: Parts) -> Problems:
 
 
 def _of_compiling(job: Job, plan: Plan) -> Problems:
-    """Conflicts with what the compiler takes in, or does in the same way at each start."""
+    """Jobs that the compiler can't take, or would compile another way at each start."""
     if job.model.sync_batch_norm and plan.compiles and plan.activation_checkpointing.is_compiled:
         why = (
             "it communicates, which is not compiled, and this activation checkpointing needs each block in one piece; use "

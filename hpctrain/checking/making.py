@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -27,44 +27,54 @@ class PartsMaker:
         self.raw, self.registry, self.problems = raw, registry, problems
 
     def make_all(self) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        """The plugins by the fields of `Parts`; None for one that can't be made. Tables of a wrong type are left out: the core's
+        model reports them."""
+        plugins: dict[str, Any] = {}
         for slot in TABLES:
             table = self.raw.tables.get(slot.name)
             if slot.many:
                 rows = table if isinstance(table, list) else []
-                made[f"{slot.name}s"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
+                plugins[f"{slot.name}s"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
             elif slot.name == "parallelism":
-                made["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
+                plugins["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
             elif slot.key is None:
                 tables = table.items() if isinstance(table, dict) else ()
                 inner = [(name, own) for name, own in tables if isinstance(own, dict)]
-                made[slot.name] = {name: self._plugin(slot, name, own, (slot.name, name)) for name, own in inner}
+                plugins[slot.name] = {name: self._plugin(slot, name, own, (slot.name, name)) for name, own in inner}
             elif table is None or isinstance(table, dict):
-                made[slot.name] = self._table(slot, table or {}, (slot.name,))
-        made["optimizer_groups"] = self._groups(made.get("optimizer"))
-        return made
+                plugins[slot.name] = self._table(slot, table or {}, (slot.name,))
+        plugins["optimizer_groups"] = self._groups(plugins.get("optimizer"))
+        return plugins
 
     def _parallelism(self, slot: Slot, table: dict[str, Any]) -> dict[str, Any]:
         axes = {name: value if isinstance(value, dict) else {"size": value} for name, value in table.items()}
-        self._options(
-            Options,
-            {k: v for k, v in axes.pop("replicate", {}).items() if k != "size"},
-            (slot.name, "replicate"),
-            ["size"],
-        )
-        made = {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in axes.items()}
-        return {name: plugin for name, plugin in made.items() if axes[name].get("size") != 1}
+        further = {k: v for k, v in axes.pop("replicate", {}).items() if k != "size"}
+        # replicate is the core's own axis: no plugin has it, and it takes no option
+        self._options(Options, further, (slot.name, "replicate"), ["size"])
+        plugins = {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in axes.items()}
+        return {name: plugin for name, plugin in plugins.items() if axes[name].get("size") != 1}  # 1 cuts nothing
 
     def _table(self, slot: Slot, table: Any, key: Key) -> Any:
+        """The plugin that a table chooses; None for a table that the core's model refuses."""
         if not isinstance(table, dict):
             return None
         chosen_by, name = choice_of(slot, table)
         return self._plugin(slot, name, table, key, chosen_by) if isinstance(name, str) else None
 
-    def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
-        own = table_class(slot).model_fields
+    def _plugin(
+        self,
+        slot: Slot,
+        name: str,
+        table: dict[str, Any],
+        key: Key,
+        chosen_by: str | None = None,
+        own: Collection[str] | None = None,
+    ) -> Any:
+        """The plugin `name` with the options in its table, which lies at `key`; None after a problem. own: keys of the table that
+        are no options (default: those of the core)."""
+        own = table_class(slot).model_fields if own is None else own
         options = {k: v for k, v in table.items() if k not in own}
-        chooser = (*key, chosen_by) if chosen_by else key
+        chooser = (*key, chosen_by) if chosen_by else key  # an axis's name is its key
         try:
             if slot.takes_user_code and is_reference(name):
                 return as_plugin(slot, name, table, options)
@@ -89,21 +99,12 @@ class PartsMaker:
 
     def _held(self, cls: Any, options: dict[str, Any], key: Key) -> dict[str, dict[str, Any]] | None:
         """The plugins that valid options hold; None where one of them can't be made."""
-        made: dict[str, dict[str, Any]] = {}
+        held: dict[str, dict[str, Any]] = {option: {} for option in cls.holds}
         for option, name in cls.holds.items():
-            own, slot = [*inner_table(cls.Options, option).model_fields], SLOTS[name]
+            own, slot = inner_table(cls.Options, option).model_fields, SLOTS[name]
             for place, table in options.get(option, {}).items():
-                inner = {k: v for k, v in table.items() if k == slot.key or k not in own}
-                strange = next((k for k in inner if k != slot.key and k in table_class(slot).model_fields), None)
-                if strange is not None:
-                    where = (*key, option, place, strange)
-                    why = f"it is a key of [{slot.name}] itself, expected one of {table[slot.key]!r}; move it there"
-                    self.problems.append(PlacedProblem.at(where, why))
-                    return None
-                made.setdefault(option, {})[place] = self._plugin(
-                    slot, table[slot.key], inner, (*key, option, place), slot.key
-                )
-        return None if any(one is None for plugins in made.values() for one in plugins.values()) else made
+                held[option][place] = self._plugin(slot, table["name"], table, (*key, option, place), "name", own=own)
+        return None if any(plugin is None for plugins in held.values() for plugin in plugins.values()) else held
 
     def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:
         """Whether the plugins that options name exist."""
@@ -117,9 +118,8 @@ class PartsMaker:
 
     def _owners(self, slot: Slot, option: str) -> str | None:
         """A hint: the other plugins of the slot that have the option."""
-        self.registry.complete(slot.name)
-        entries = sorted(self.registry.entries.items())
-        names = [name for (kind, name), one in entries if kind == slot.name and option in one.cls.Options.model_fields]
+        classes = {name: self.registry.entries[slot.name, name].cls for name in self.registry.names(slot.name)}
+        names = [name for name, cls in classes.items() if option in cls.Options.model_fields]
         if not names or not slot.key:
             return None
         short, prefix = slot.numbered or ("", "")
@@ -135,11 +135,11 @@ class PartsMaker:
         own: list[str],
         owners: Callable[[str], str | None] = lambda _: None,
     ) -> BaseModel | None:
+        """The options, validated; None after a problem. own: the core's keys of the table, for the sentence about a wrong key."""
         try:
             return validate(model, options)
         except ValidationError as error:
-            known = partial(keys_below, model, own)
-            self.problems += problems_of(error, key, self.raw.tables, known, owners)
+            self.problems += problems_of(error, key, self.raw.tables, partial(keys_below, model, own), owners)
             return None
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
@@ -157,6 +157,6 @@ class PartsMaker:
             key: Key = ("optimizer", "groups", i)
             options = self._options(optimizer.Options, {**common, **different}, key, [*ParameterGroup.model_fields])
             pattern, values = group.get("pattern", "*"), {} if options is None else options.model_dump()
-            chosen = {"pattern": [pattern] if isinstance(pattern, str) else pattern, "max_dims": group.get("max_dims")}
-            groups.append({**chosen, **values})
+            members = {"pattern": [pattern] if isinstance(pattern, str) else pattern, "max_dims": group.get("max_dims")}
+            groups.append({**members, **values})
         return groups

@@ -14,14 +14,13 @@ from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.safe_files import RESOLVED, read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import placed
-from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.raw import value_at
 from hpctrain.job.toml import written
 
 # keys that must match for a directory's checkpoints to belong to this job
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
-# exceptions: these may differ
+# exceptions, which may differ: a resume reads no first weights, and the others leave the samples as they are
 _FREE = (
     "model.weights",
     "model.weights_strict",
@@ -37,16 +36,13 @@ _TRAINED = ("job.seed", "model")
 def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
     """Every table with its defaults, as a job file of the same job."""
     job, parts = checked.job, checked.parts
-    tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
+    tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)  # TOML can't write None
     tables["job"]["output_dir"] = str(job.output_dir)
     for _, key, plugin in placed(parts):
-        value_at(tables, key).update(_options(plugin))
+        options = plugin.options  # the user's own callables have a dict of them
+        is_model = isinstance(options, BaseModel)
+        value_at(tables, key).update(options.model_dump(mode="json", exclude_none=True) if is_model else options)
     return tables
-
-
-def _options(plugin: Plugin) -> dict[str, Any]:
-    options = plugin.options
-    return options.model_dump(mode="json", exclude_none=True) if isinstance(options, BaseModel) else dict(options)
 
 
 def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
@@ -66,11 +62,11 @@ def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
 
 
 def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
-    """Raises UsageError if `path` is the resolved file of another job that has a checkpoint."""
+    """Raise UsageError if `path` is the resolved file of another job that has a checkpoint."""
     try:
         different = _differences(path, tables, _IDENTITY)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return  # a new directory; write_resolved reports what is none
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"[job] output_dir: {path} cannot be read ({reason(error)}); use another output_dir") from None
     if different and any(path.parent.glob("checkpoints/step-*")):
@@ -81,15 +77,15 @@ def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
 
 
 def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
-    """Raises UsageError if the run of `checkpoint` had another model or seed. Without its resolved file nothing is compared.
+    """Raise UsageError if the run of `checkpoint` had another model or seed. Without its resolved file nothing is compared.
 
     Tensor shapes are not enough: they are the same with another number of attention heads.
     """
-    path = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED
+    path = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED  # of RUN/checkpoints/step-N, which may be a link
     try:
         different = _differences(path, tables, _TRAINED)
     except (OSError, ValueError, RecursionError):
-        return
+        return  # a checkpoint may be copied without its run
     if different:
         raise UsageError(
             f"--resume {checkpoint}: it is from another training ({'; '.join(different[:3])}; see {path}); use the same values in "

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints on rank 0: names, order, and changes that are atomic even in a crash.
+"""The directory of a run's checkpoints on rank 0: names, order, and changes that a crash can't leave half done.
 
 `step-00000010` is complete, `.tmp` is being written, `.old` is being replaced, `.del` is being deleted.
 """
@@ -18,9 +18,9 @@ from hpctrain.base.safe_files import is_own_directory, make_directory, read_byte
 
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]
-"""Returns the checkpoints to keep; see Retention.staying."""
-_NAME_BYTES = 1000
-_STEP = re.compile(r"step-([0-9]{8,18})")
+"""A choice of the checkpoints to keep; see Retention.staying."""
+_NAME_BYTES = 1000  # far more than a name of a checkpoint: the file may be crafted
+_STEP = re.compile(r"step-([0-9]{8,18})")  # at most 18 digits: below 2**63
 
 
 def step_of(path: Path) -> int:
@@ -46,8 +46,8 @@ class CheckpointDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.began = 0
-        """The step from which this training continued. Later checkpoints that are not its own are abandoned."""
-        self._own: set[str] = set()
+        """The step from which this training continued. Later checkpoints that it did not write are abandoned."""
+        self._own: set[str] = set()  # the names of those that it wrote
 
     def path(self, step: int) -> Path:
         """The path of the checkpoint of `step`."""
@@ -59,29 +59,29 @@ class CheckpointDirectory:
         Newest step first. Abandoned checkpoints come last: a training that continued from an older checkpoint left them
         behind.
         """
-        if self.root.is_symlink():
+        if self.root.is_symlink():  # `retain` would delete in another directory of the user's
             raise OSError(errno.ELOOP, "it is a symbolic link, expected the directory itself", str(self.root))
         if not self.root.is_dir():
             return []
         abandoned = self._abandoned()
-        found = [path for path in self.root.iterdir() if step_of(path) >= 0 and is_own_directory(path)]
-        return sorted(found, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
+        checkpoints = [path for path in self.root.iterdir() if step_of(path) >= 0 and is_own_directory(path)]
+        return sorted(checkpoints, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
 
     def clean(self) -> None:
         """Remove the remains of earlier crashes as far as possible; restore a checkpoint whose replacement never finished."""
-        self._put_back()
+        self._put_back()  # first: then each .old that is left has a successor
         for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".best.*.tmp", ".abandoned.*.tmp"):
-            for left in self.root.glob(pattern):
+            for remains in self.root.glob(pattern):
                 try:
-                    _remove(left)
-                except OSError as error:
-                    LOG.warning("could not remove %s, which a crash left: %s", left, reason(error))
+                    _remove(remains)
+                except OSError as error:  # remains do no harm
+                    LOG.warning("could not remove %s, which a crash left: %s", remains, reason(error))
 
     def begin(self, step: int) -> Path:
         """A new, empty directory for the checkpoint of `step`."""
         make_directory(self.root)
         temporary = self.path(step).with_suffix(".tmp")
-        _remove(temporary)
+        _remove(temporary)  # an earlier save of this step may have failed
         temporary.mkdir()
         return temporary
 
@@ -91,10 +91,10 @@ class CheckpointDirectory:
         beyond = {path.name for path in self.candidates() if step_of(path) > self.began}
         # Before the new name appears: after a crash in between, a resume would take an abandoned checkpoint.
         self._abandon(self._abandoned() | beyond - self._own)
-        sync_directory(temporary)
-        replaced = os.path.lexists(final)
-        if replaced:
-            final.rename(final.with_suffix(".old"))
+        sync_directory(temporary)  # before the rename: else a power failure may leave the name without the files
+        replaces = os.path.lexists(final)
+        if replaces:
+            final.rename(final.with_suffix(".old"))  # a directory can't be renamed over another one that has files
         temporary.rename(final)
         try:
             sync_directory(self.root)
@@ -104,8 +104,8 @@ class CheckpointDirectory:
             raise
         self._own.add(final.name)
         self._name("latest", final)
-        if replaced:
-            self._delete(final.with_suffix(".old"))
+        if replaces:
+            self._delete(final.with_suffix(".old"))  # last: until now, `clean` could give it its name back
         return final
 
     def discard(self, temporary: Path) -> None:
@@ -114,29 +114,30 @@ class CheckpointDirectory:
         self._put_back()
 
     def retain(self, staying: Staying, saved: Path, best: Callable[[], Path | None] = lambda: None) -> None:
-        """Delete all checkpoints except those that `staying` returns and the one just saved. best: asked then which is the best."""
+        """Delete all checkpoints but those that `staying` returns and the one just saved. best: names the best one afterwards."""
         links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
-        candidates, last = [*self.candidates(), *links], {path.name for path in links}
-        kept = {saved, *staying(candidates, self._abandoned() | last)}
-        self._name("best", best())
+        candidates = [*self.candidates(), *links]  # links last, as abandoned ones are: a resume doesn't take them
+        kept = {saved, *staying(candidates, self._abandoned() | {path.name for path in links})}
+        self._name("best", best())  # before the deletions: it must not name what is gone
         for path in candidates:
             if path not in kept:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
 
     def _name(self, file: str, checkpoint: Path | None) -> None:
-        """Write a checkpoint's name into a file beside it, which goes if there is none. Only a hint for people: the checkpoint is
-        safe without it."""
+        """Write a checkpoint's name into a file beside it, or remove that file without one. It is only a hint for people: the
+        checkpoint is safe without it."""
         path = self.root / file
         try:
             if checkpoint is not None:
                 _write_text(path, checkpoint.name + "\n")
-            elif not is_own_directory(path):  # somebody may call a checkpoint so
+            elif not is_own_directory(path):  # somebody may have given a checkpoint this name
                 path.unlink(missing_ok=True)
         except OSError as error:
-            LOG.warning("could not update %s: %s", self.root / file, reason(error))
+            LOG.warning("could not update %s: %s", path, reason(error))
 
     def _put_back(self) -> None:
+        """Rename checkpoints back whose replacements never got their names."""
         for old in self.root.glob("step-*.old"):
             if is_own_directory(old) and not old.with_suffix("").exists():
                 try:
@@ -145,15 +146,16 @@ class CheckpointDirectory:
                     LOG.warning("could not give %s its name back: %s", old, reason(error))
 
     def _delete(self, path: Path) -> None:
-        """Rename first: a crash must not leave half a checkpoint under a valid name."""
+        """Delete a checkpoint, as far as possible: too many do no harm."""
         doomed = path.with_suffix(".del")
         try:
-            path.rename(doomed)
+            path.rename(doomed)  # a crash must not leave half a checkpoint under a valid name
             _remove(doomed)
         except OSError as error:
             LOG.warning("could not delete the old checkpoint %s: %s", path, reason(error))
 
     def _abandoned(self) -> set[str]:
+        """The names of the checkpoints that a training left behind."""
         try:
             listed = read_bytes(self.root / "abandoned").decode(errors="replace").split()
         except FileNotFoundError:
@@ -161,8 +163,9 @@ class CheckpointDirectory:
         return {name for name in listed if _STEP.fullmatch(name)}
 
     def _abandon(self, names: set[str]) -> None:
+        """Record the abandoned checkpoints."""
         if names == self._abandoned():
-            return
+            return  # most saves abandon nothing
         if names:
             _write_text(self.root / "abandoned", "".join(f"{name}\n" for name in sorted(names)))
         else:

@@ -30,28 +30,28 @@ def find_checkpoint(path: Path, formats: Sequence[CheckpointFormat]) -> Checkpoi
         raise UsageError(f"there is no checkpoint {path}")
     format = recognize(path, formats)
     if format is None:
-        known = ", ".join(one.name for one in formats)
-        raise UsageError(f"{path} isn't a checkpoint of a known format ({known}){hint_of(path)}")
+        names = ", ".join(format.name for format in formats)
+        raise UsageError(f"{path} isn't a checkpoint of a known format ({names}){hint_of(path)}")
     return Checkpoint(path, format)
 
 
 def hint_of(path: Path) -> str:
     """The end of an error about `path`: the checkpoints of the run, if `path` is a run; else empty."""
     run = root_of(path)
-    return "" if run is None else f"; this run has {', '.join(str(one) for one in run.candidates()[:3])}"
+    return "" if run is None else f"; this run has {', '.join(map(str, run.candidates()[:3]))}"
 
 
 def recognize(path: Path, formats: Iterable[CheckpointFormat]) -> CheckpointFormat | None:
     """The first of `formats` that recognizes the directory `path`."""
-    return next((one for one in formats if one.recognizes(path)), None) if path.is_dir() else None
+    return next((format for format in formats if format.recognizes(path)), None) if path.is_dir() else None
 
 
 def refuse_other_source(path: Path, formats: Sequence[CheckpointFormat], source: str) -> None:
-    """Raises CheckpointError for a checkpoint that was saved beside other given values than those of `source`."""
+    """Raise CheckpointError for a checkpoint whose frozen values, which it leaves out, are not those of `source`."""
     path = behind_name(path)
     format = recognize(path, formats)
     saved = format.read_values(path).get(SOURCE, "") if format is not None else ""
-    if saved and saved != source:
+    if saved and saved != source:  # without a source it holds all values
         raise CheckpointError(
             f"{path} was saved without the model's frozen values, which were others than now (fingerprint {saved}, found "
             f"{source or 'none'}): give the model the files, the configuration and the seed that it had then"
@@ -59,7 +59,7 @@ def refuse_other_source(path: Path, formats: Sequence[CheckpointFormat], source:
 
 
 def root_of(run: Path) -> CheckpointDirectory | None:
-    """The directory of a run's checkpoints; `run` is that directory or the run's output_dir. None if it has none."""
+    """The directory of a run's checkpoints; `run` is that directory or the run's output_dir. None if there are none."""
     for root in (run / "checkpoints", run):
         directory = CheckpointDirectory(root)
         if directory.candidates():
@@ -76,37 +76,38 @@ def memory_for(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
 
 
 def describe_differences(
-    group: dist.ProcessGroup, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
+    group: dist.ProcessGroup, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
 ) -> str | None:
     """The differences between the tensors that all ranks together ask for and those of a file; None if there are none.
 
-    `wanted` is this rank's part; `found` must be equal on all ranks.
+    `wanted` is this rank's part; `stored` must be equal on all ranks. Collective.
     """
-    missing = [f"{name} isn't there" for name in wanted if name not in found]
+    missing = [f"{name} isn't there" for name in wanted if name not in stored]
     reshaped = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
+        f"{name} is {list(stored[name])}, expected {list(shape)}"
         for name, shape in wanted.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+        if name in stored and tuple(stored[name]) != tuple(shape)
     ]
-    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, found)]
+    # collective: before anything that a rank may raise
+    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, stored)]
 
     def check() -> None:
         if missing or reshaped:
             raise CheckpointError(_first_few([*missing, *reshaped]))
 
-    outcome = survey(group, check)
+    outcome = survey(group, check)  # one rank's difference is the answer on all
     if isinstance(outcome, Exception):
         return str(outcome)
     return _first_few(unused) if unused else None  # equal on all ranks
 
 
-def not_wanted(group: dist.ProcessGroup, wanted: Collection[str], found: Iterable[str]) -> list[str]:
-    """The names in `found` that no rank wants; `found` must be equal on all ranks. Sends only a byte per name."""
-    names = list(found)
+def not_wanted(group: dist.ProcessGroup, wanted: Collection[str], stored: Iterable[str]) -> list[str]:
+    """The names in `stored` that no rank wants; `stored` must be equal on all ranks. Collective; sends a byte per name."""
+    names = list(stored)
     used = torch.tensor([name in wanted for name in names], dtype=torch.uint8)
     if names:
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    return [name for name, taken in zip(names, used.tolist(), strict=True) if not taken]
+    return [name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used]
 
 
 def _first_few(sentences: list[str]) -> str:

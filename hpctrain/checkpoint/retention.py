@@ -15,37 +15,34 @@ from hpctrain.checkpoint.directory import step_of
 LOG = logging.getLogger("hpctrain")
 EVALUATION_LOSS = "evaluation_loss"
 """The key of the evaluation loss in a checkpoint's values; absent if its step was not evaluated."""
-
-
 EVALUATION_METRICS = "evaluation_metrics"
 """The key of the other values that its evaluation measured, by name."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """How many checkpoints are the best, and by what: the metric "loss" is the evaluation loss."""
+    """The number of best checkpoints, and the metric that ranks them: "loss" is the evaluation loss."""
 
     count: int
     metric: str = "loss"
     highest: bool = False
 
     def cost(self, values: dict[str, Any]) -> float:
-        """The lower the better; infinite where the checkpoint has no such metric, or none that is a number."""
-        measured = values.get(EVALUATION_METRICS)
-        found = values.get(EVALUATION_LOSS) if self.metric == "loss" else None
-        if self.metric != "loss" and isinstance(measured, dict):
-            found = measured.get(self.metric)
-        if not isinstance(found, (int, float)) or math.isnan(found):
+        """The cost of a checkpoint with these values, the lower the better; infinite unless the metric is a number in them."""
+        metrics = values.get(EVALUATION_METRICS)
+        others = metrics if isinstance(metrics, dict) else {}  # another program may have written the file
+        value = values.get(EVALUATION_LOSS) if self.metric == "loss" else others.get(self.metric)
+        if not isinstance(value, (int, float)) or math.isnan(value):  # NaN can't be sorted
             return math.inf
-        return -float(found) if self.highest else float(found)
+        return -float(value) if self.highest else float(value)
 
 
 @dataclass
 class Retention:
     """Keeps the `newest` checkpoints, those whose step is a multiple of `every`, and the `best` by evaluation.
 
-    If none of the three is given, all stay; if only the others are given, `newest` is 1. A checkpoint whose step was not
-    evaluated is never one of the best. `read_values` is called once for each checkpoint of earlier runs.
+    Without any of the three, all stay; with one of the others alone, `newest` is 1. A checkpoint whose step was not evaluated
+    is never one of the best. `read_values` is called once for each checkpoint of earlier starts.
     """
 
     newest: int | None
@@ -53,7 +50,7 @@ class Retention:
     best: Best | None
     read_values: Callable[[Path], dict[str, Any]]
     leading: Path | None = field(default=None, init=False)
-    """The best of the candidates that `staying` was given last; None if none was evaluated, or without `best`."""
+    """The best candidate of the last call of `staying`; None if none was evaluated, or without `best`."""
     _costs: dict[Path, float] = field(default_factory=dict)
 
     def saved(self, path: Path, values: dict[str, Any]) -> None:
@@ -61,14 +58,15 @@ class Retention:
         self._costs[path] = self._cost(values)
 
     def staying(self, candidates: Sequence[Path], abandoned: set[str]) -> set[Path]:
-        """The `candidates` to keep. These come newest first, `abandoned` ones last; abandoned ones count only for `newest`."""
+        """The `candidates` to keep. They come newest first, `abandoned` ones last; the latter count for `newest` alone."""
         if self.newest is None and self.every is None and self.best is None:
             return set(candidates)
-        stay = set(candidates[: self.newest or 1])
+        stay = set(candidates[: self.newest or 1])  # at least one, to resume from
         own = [path for path in candidates if path.name not in abandoned]
         if self.every is not None:
             stay |= {path for path in own if step_of(path) % self.every == 0}
         if self.best is not None:
+            # the later of equals comes first
             ranked = sorted((self._cost_of(path), -step_of(path), path) for path in own)
             leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
             self.leading = leading[0] if leading else None

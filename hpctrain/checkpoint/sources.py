@@ -1,4 +1,4 @@
-"""Reads tensors from files of other programs, safetensors (one or several) and torch.save, without running code in them."""
+"""Reads tensors from safetensors files, one or several, and has what all files of other programs need."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ SAFETENSORS_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 """safetensors' names of dtypes."""
-
-
-MOST_HEADER = 32 * 2**20
-"""Bytes of a file's table of tensors; 10,000 tensors take a megabyte."""
+_MOST_HEADER = 32 * 2**20  # bytes of a file's table of tensors; 10,000 tensors take a megabyte
 
 
 class _SafetensorsIndex(BaseModel):
@@ -37,10 +34,10 @@ class _SafetensorsIndex(BaseModel):
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """`tensors` by name, and `fill`, which copies their values into pieces of the same names.
+    """`tensors` by name, and `fill`, which copies their values into pieces with these names.
 
-    `check` verifies all values that `fill` would trust; one call is enough. It raises CheckpointError for damage.
-    remarks: what a user should know of how the tensors were found.
+    `check` verifies all values that `fill` would trust; one rank's call is enough. It raises CheckpointError for damage.
+    remarks: sentences for the user about how the tensors were found.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -48,25 +45,25 @@ class WeightsSource:
     check: Callable[[], None] = lambda: None
     remarks: tuple[str, ...] = ()
 
-    def renamed(self, names: Mapping[str, str], remark: str) -> WeightsSource:
-        """The same tensors under `names`: the new name of each, and the stored one."""
+    def renamed(self, names: Mapping[str, str], *remarks: str) -> WeightsSource:
+        """The tensors under other names: `names` maps each new name to the stored one. Those that it lacks are left out."""
 
         def fill(pieces: list[Piece]) -> None:
             self.fill([replace(piece, name=names[piece.name]) for piece in pieces])
 
         tensors = {name: self.tensors[stored] for name, stored in names.items()}
-        return WeightsSource(tensors, fill, self.check, (*self.remarks, remark))
+        return WeightsSource(tensors, fill, self.check, (*self.remarks, *remarks))
 
 
 def open_safetensors(path: Path) -> WeightsSource:
-    """Raises CheckpointError for a file that isn't whole, or for an unsupported dtype."""
-    from safetensors import SafetensorError, safe_open
+    """The tensors of a safetensors file. Raises CheckpointError for one that isn't whole, or for an unsupported dtype."""
+    from safetensors import SafetensorError, safe_open  # here: most jobs read no such file
 
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors = {}
     with path.open("rb") as raw:  # safe_open reports any file that it can't read as missing
         length = int.from_bytes(raw.read(8), "little")
-        if length > MOST_HEADER:
+        if length > _MOST_HEADER:  # safe_open itself takes up to 100 MB
             raise CheckpointError(f"{path} isn't a whole safetensors file: its header has {length} bytes")
     try:
         file: Any = safe_open(path, framework="pt")
@@ -94,7 +91,7 @@ def open_index(path: Path) -> WeightsSource:
 
     Raises CheckpointError for a malformed index, or for a file that lacks a tensor of the index.
     """
-    with path.open("rb") as raw:
+    with path.open("rb") as raw:  # not read_bytes of safe_files: weights may be links
         content = raw.read(SMALL_BYTES + 1)
     try:
         if len(content) > SMALL_BYTES:
@@ -103,6 +100,7 @@ def open_index(path: Path) -> WeightsSource:
     except ValueError as error:  # pydantic's is one
         why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(f"{path} has no weight_map from tensors to file names: {why}") from error
+    # files beside the index alone: an index of another person's must not name one elsewhere
     files = {file: path.parent / file for file in places.values() if Path(file).name == file}
     sources = {file: open_safetensors(where) for file, where in files.items() if where.is_file()}
     tensors = {}
@@ -125,14 +123,16 @@ def check_name(path: Path, name: str) -> None:
 
 
 def slices_of(piece: Piece) -> tuple[slice, ...]:
-    ends = (offset + length for offset, length in zip(piece.offsets, piece.tensor.shape, strict=True))
-    return tuple(slice(begin, end) for begin, end in zip(piece.offsets, ends, strict=True))
+    """The piece's place in the whole tensor."""
+    spans = zip(piece.offsets, piece.tensor.shape, strict=True)
+    return tuple(slice(offset, offset + length) for offset, length in spans)
 
 
 def fill_pieces(path: Path, pieces: list[Piece], part: Callable[[Piece], Tensor]) -> None:
+    """Copy into each piece its `part` of the file. Raises CheckpointError for values that its dtype can't hold."""
     for piece in pieces:
         values = part(piece)
-        if not torch.can_cast(values.dtype, piece.tensor.dtype):
+        if not torch.can_cast(values.dtype, piece.tensor.dtype):  # complex numbers into real ones, say
             raise CheckpointError(f"{path}: {piece.name} is {values.dtype}, expected {piece.tensor.dtype}")
         with torch.no_grad():
             piece.tensor.copy_(values)

@@ -20,26 +20,27 @@ MODEL = "model/"
 PLUGIN = "plugin/"
 """The prefix of the state of plugins (PluginState). Optional in a checkpoint: a run can do without it."""
 SOURCE = "source"
-"""The key of a checkpoint's value that says where the values came from that it leaves out."""
+"""The key of a checkpoint's value that tells where the values that it leaves out came from."""
 TIED = "tied"
 """The key of a checkpoint's value that lists the names of each tied parameter, the stored name first."""
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
-"""The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
+"""The prefix of the state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
 
-# the number of parts in which the state of one of torch's optimizers is made
+# the number of parts in which the state of one of torch's optimizers is created
 _PARTS = 16
 
 
 def model_pieces(
-    module: nn.Module, trained: Sequence[Piece], names: Collection[str], given: Collection[str] = ()
+    module: nn.Module, trained: Sequence[Piece], names: Collection[str], left_out: Collection[str] = ()
 ) -> list[Piece]:
     """The pieces in `trained`, and this rank's part of everything else in the module (frozen parameters, buffers).
 
-    names: of the trained parameters of the full model: a program may have frozen them for a while, or this rank hold no piece.
-    given: names of frozen parameters that are left out (`MetaModel.is_given`).
+    names: the full model's trained parameters, whether or not a program has frozen them for a while or this rank has a piece.
+    left_out: frozen parameters whose values the model finds elsewhere (`MetaModel.is_given`).
     """
-    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in given]
+    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in left_out]
+    # buckets, and so `trained`, leave out parameters without elements; a checkpoint names them
     others = [(name, tensor) for name, tensor in named if name not in names or not tensor.numel()]
     return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
 
@@ -49,36 +50,33 @@ def state_pieces(
     trained: Sequence[Piece],
     names: Collection[str],
     optimizer: torch.optim.Optimizer,
-    given: Collection[str] = (),
+    left_out: Collection[str] = (),
 ) -> list[Piece]:
-    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`. names and given: see
-    `model_pieces`.
+    """This rank's pieces of all of a checkpoint's tensors. The optimizer's state must exist: see `create_state`. names and
+    left_out: see `model_pieces`.
 
     UsageError if a parameter is cut over ranks and its state isn't cut the same way.
     """
-    of_model = model_pieces(module, trained, names, given)
+    of_model = model_pieces(module, trained, names, left_out)
     pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in of_model]
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
             name = f"{OPTIMIZER}{piece.name}/{key}"
             if not isinstance(value, Tensor):
                 continue  # see optimizer_numbers
+            # its blocks belong to one layout: docs/decisions/0022
             saved = value.dequantize() if _is_quantized(value) else value
             same = value.shape == piece.tensor.shape
+            # the place of any other shape in the full model's state is unknown
             if not same and value.numel() != 1 and piece.tensor.shape != piece.shape:
-                raise UsageError(_no_part_of_a_whole(optimizer, piece, key, value))
+                raise UsageError(
+                    f"[optimizer] name: {type(optimizer).__name__} keeps {key!r} of the shape {list(value.shape)} for the part "
+                    f"{list(piece.tensor.shape)} of {piece.name} {list(piece.shape)} that a rank holds; state of a parameter that "
+                    "is cut over ranks must be a number or have the part's shape: use another optimizer, such as adamw, or "
+                    "[sharding] stage 0 without tensor parallelism"
+                )
             pieces.append(replace(piece, name=name, tensor=saved) if same else Piece.whole(name, saved))
     return pieces
-
-
-def _no_part_of_a_whole(optimizer: torch.optim.Optimizer, piece: Piece, key: str, value: Tensor) -> str:
-    """Why a checkpoint can't hold such state: its place in the full model's state is unknown."""
-    return (
-        f"[optimizer] name: {type(optimizer).__name__} keeps {key!r} of the shape {list(value.shape)} for the part "
-        f"{list(piece.tensor.shape)} of {piece.name} {list(piece.shape)} that a rank holds; state of a parameter that is "
-        "cut over ranks must be a number or have the part's shape: use another optimizer, such as adamw, or [sharding] "
-        "stage 0 without tensor parallelism"
-    )
 
 
 def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer, restored: Sequence[Piece]) -> None:
@@ -92,11 +90,11 @@ def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 
 def _is_quantized(tensor: Tensor) -> bool:
     """Whether it is a tensor subclass made of other tensors, which file formats don't support."""
-    return hasattr(tensor, "__tensor_flatten__")
+    return hasattr(tensor, "__tensor_flatten__")  # torch asks its wrapper subclasses to have it
 
 
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's state outside of tensors (such as a step count), by parameter. UsageError unless it is a number."""
+    """The optimizer's state outside of tensors (such as a step count), by parameter. UsageError unless it consists of numbers."""
     numbers: dict[str, dict[str, Any]] = {}
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
@@ -124,18 +122,19 @@ def restore_numbers(
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each parameter group, without its parameters and its learning rate, which the loop sets."""
     return [
+        # copies: a step may change a list or a tensor in place
         {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
 
 
-def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options that steps have changed since they were `made`: some optimizers count there, not in their state.
+def group_numbers(optimizer: torch.optim.Optimizer, first: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options that steps have changed since the `first` ones: some optimizers count there, not in their state.
 
     UsageError unless they are numbers.
     """
     numbers: list[dict[str, Any]] = []
-    for now, before in zip(group_options(optimizer), made, strict=True):
+    for now, before in zip(group_options(optimizer), first, strict=True):
         changed = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
         for key, value in changed.items():
             if not isinstance(value, (Real, type(None))):
@@ -148,16 +147,16 @@ def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any
 
 
 def restore_group_numbers(
-    optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]], numbers: Sequence[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, first: Sequence[dict[str, Any]], numbers: Sequence[dict[str, Any]]
 ) -> None:
-    """Restore the result of `group_numbers`, on top of the options `made`. CheckpointError if the groups differ."""
+    """Restore the result of `group_numbers`, on top of the `first` options. CheckpointError if the groups differ."""
     groups = optimizer.param_groups
     if numbers and len(numbers) != len(groups):
         raise CheckpointError(
             f"the checkpoint has counters for {len(numbers)} optimizer parameter groups, but this job has {len(groups)}; "
             "give it the same [[optimizer.groups]], or start anew in another output_dir with these weights"
         )
-    for group, options, counted in zip(groups, made, numbers or [{}] * len(groups), strict=True):
+    for group, options, counted in zip(groups, first, numbers or [{}] * len(groups), strict=True):
         for key, value in counted.items():
             _refuse_other_kind(f"parameter group's {key}", group.get(key), value)
         group.update({**options, **counted})
@@ -172,10 +171,10 @@ def _refuse_other_kind(name: str, before: object, saved: object) -> None:
         )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)  # == has no single answer for them
+    return type(value) is type(other) and bool(value == other)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -184,22 +183,22 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     torch's optimizers create their state in the first `step()`, but a restore needs the tensors earlier, to fill them.
     If nothing is restored, replace this optimizer with a new one.
 
-    torch's own optimizers step some parameters at a time, since they pass over those without a gradient: a start must not need
-    more memory than a step, and these gradients and copies of all parameters would be 8 bytes for each in float32.
+    A start must not need more memory than a step, and gradients and copies of all parameters would take 8 bytes for each in
+    float32. So torch's own optimizers, which skip parameters without a gradient, step some of them at a time.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    for some in _in_parts(parameters) if is_torchs else [parameters]:
-        before = [p.detach().clone() for p in some]
-        for parameter in some:
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")  # others may need the gradients of all
+    for part in _in_parts(parameters) if is_torchs else [parameters]:
+        before = [p.detach().clone() for p in part]
+        for parameter in part:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         with torch.no_grad():
-            for parameter, value in zip(some, before, strict=True):
-                parameter.copy_(value)
+            for parameter, value in zip(part, before, strict=True):
+                parameter.copy_(value)  # weight decay has changed it, even with a gradient of zeros
                 parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -207,14 +206,13 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors with at least a sixteenth of all bytes; the last ones have fewer."""
-    limit = max(1, sum(one.nbytes for one in tensors) // _PARTS)
-    some: list[Tensor] = []
-    nbytes = 0
+    limit = max(1, sum(tensor.nbytes for tensor in tensors) // _PARTS)
+    part, nbytes = list[Tensor](), 0
     for tensor in tensors:
-        some.append(tensor)
+        part.append(tensor)
         nbytes += tensor.nbytes
         if nbytes >= limit:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part

@@ -1,6 +1,6 @@
 """The checkpoints of a run: saved under a temporary name, renamed when complete, and restored from the newest whole one.
 
-Imports no format: the caller passes the formats. Every wait is a collective of a group, so the group's timeout ends it.
+Every wait is a collective of a group, so the group's timeout ends it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,25 @@ class Restored:
     """This rank's optional pieces that are unchanged, because the checkpoint lacks them or has them in another shape."""
 
 
-@dataclass
-class _Background:
+class _Background(threading.Thread):
     """A save on a thread, which sets `path` or `error`, and the seconds that it took."""
 
-    step: int
-    thread: threading.Thread | None = None
-    path: Path | None = None
-    error: Exception | None = None
-    seconds: float = 0.0
+    def __init__(self, step: int, save: Callable[[], Path], device: torch.device) -> None:
+        super().__init__(name=f"checkpoint-{step}", daemon=True)  # daemon: it must not hold up a job that has failed
+        self.step, self._save, self._device = step, save, device
+        self.path: Path | None = None
+        self.error: Exception | None = None
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        begin = time.monotonic()
+        try:
+            use_device(self._device)  # each thread has a current device of its own
+            _give_way()
+            self.path = self._save()
+        except Exception as error:
+            self.error = error  # `finish` raises it in the training
+        self.seconds = time.monotonic() - begin
 
 
 class CheckpointStore:
@@ -80,15 +91,15 @@ class CheckpointStore:
         """
         self._directory = CheckpointDirectory(root)
         self._format, self._writer = format, format.writer()
-        self._formats = {format.name: format} | {one.name: one for one in formats if one.name != format.name}
+        self._formats = {format.name: format} | {other.name: other for other in formats if other.name != format.name}
         self._retention = Retention(keep, keep_every, keep_best, self._read_values)
         self._group = group
         self._background_group, self._device = background_group, device
         self._background: _Background | None = None
         self.newest: Path | None = None
-        """The newest complete checkpoint that was saved or restored, as far as background saves were waited for."""
+        """The newest complete checkpoint that was saved or restored; a background save counts once it was waited for."""
         self.drain_seconds = 0.0
-        """The time in which background saves that were waited for have written, on this rank, beside the training."""
+        """The time for which background saves wrote on this rank, beside the training; each counts once it was waited for."""
         self._is_clean = False
 
     def save(self, step: int, state: State) -> Path:
@@ -105,22 +116,11 @@ class CheckpointStore:
         if self._background_group is None:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
-        group, running = self._background_group, _Background(step)
         snapshot = together(self._group, lambda: self._writer.snapshot(state))
-
-        def run() -> None:
-            begin = time.monotonic()
-            try:
-                use_device(self._device)
-                _give_way()
-                running.path = self._save(step, snapshot, group)
-            except Exception as error:
-                running.error = error
-            running.seconds = time.monotonic() - begin
-
-        running.thread = threading.Thread(target=run, name=f"checkpoint-{step}", daemon=True)
-        self._background = running
-        running.thread.start()
+        # a group of its own, since its collectives must not mix with those of the training
+        save = partial(self._save, step, snapshot, self._background_group)
+        self._background = _Background(step, save, self._device)
+        self._background.start()
 
     @property
     def background_step(self) -> int:
@@ -129,19 +129,18 @@ class CheckpointStore:
 
     def is_over(self) -> bool:
         """Whether a background save has ended on every rank, with or without success; doesn't wait. False without a save."""
-        running = self._background
-        if running is None or running.thread is None:
+        if self._background is None:
             return False
-        writing = torch.tensor(int(running.thread.is_alive()))
-        dist.all_reduce(writing, op=dist.ReduceOp.MAX, group=self._group)
+        writing = torch.tensor(int(self._background.is_alive()))
+        dist.all_reduce(writing, op=dist.ReduceOp.MAX, group=self._group)  # all must `finish` after the same step
         return not writing.item()
 
     def finish(self) -> Path | None:
         """Wait for the background save and return its path, or None without a save; raises its error."""
         running, self._background = self._background, None
-        if running is None or running.thread is None:
+        if running is None:
             return None
-        running.thread.join()
+        running.join()
         self.drain_seconds += running.seconds
         if running.error is not None:
             raise running.error
@@ -169,7 +168,7 @@ class CheckpointStore:
             raise CheckpointError(f"{path or self._directory.root} can't be accessed: {reason(error)}") from error
         reasons: list[str] = []
         # A damaged checkpoint may fill pieces with garbage that the next one lacks.
-        may_lack = [one.tensor.detach() for one in pieces if one.name.startswith(optional)]
+        may_lack = [piece.tensor.detach() for piece in pieces if piece.name.startswith(optional)]
         before = [tensor.clone() for tensor in may_lack] if len(candidates) > 1 else []
         for directory in candidates:
             outcome = self._restore_one(directory, pieces, optional, required)
@@ -194,6 +193,7 @@ class CheckpointStore:
         state = State(state.pieces, {**state.values, "step": step})
         temporary = Path(share(group, lambda: str(self._begin(step))))
         try:
+            # three times together: one rank's error ends the save on all before the next part
             together(group, lambda: _check_there(temporary, group.rank()))
             together(group, lambda: self._writer.write(state, temporary, group))
             final = Path(share(group, lambda: str(self._directory.commit(temporary))))
@@ -201,7 +201,7 @@ class CheckpointStore:
             if group.rank() == 0:
                 self._directory.discard(temporary)
             raise
-        if group.rank() == 0:
+        if group.rank() == 0:  # the others go on: nothing here decides about the save
             self._retention.saved(final, state.values)
             try:
                 self._directory.retain(self._retention.staying, final, lambda: self._retention.leading)
@@ -221,11 +221,12 @@ class CheckpointStore:
 
     def _candidates(self, path: Path | None) -> list[Path]:
         """The directories to try. Runs on rank 0."""
-        if path is not None and not path.exists():
-            raise UsageError(f"there is no checkpoint {path}")
         if path is None:
             self._clean()
-        return self._directory.candidates() if path is None else [path]
+            return self._directory.candidates()
+        if not path.exists():
+            raise UsageError(f"there is no checkpoint {path}")
+        return [path]
 
     def _read_values(self, directory: Path) -> dict[str, Any]:
         format = recognize(directory, self._formats.values())
@@ -270,13 +271,13 @@ class CheckpointStore:
         if isinstance(fault, Exception):
             raise fault
         step = values.get("step")
-        if type(step) is not int or not 0 <= step < 2**63:
+        if type(step) is not int or not 0 <= step < 2**63:  # no isinstance: True is an int
             return f"{directory}: its values have no step, expected a number that is zero or more"
         names = {piece.name for piece in there}
-        self._tell_of_unused(directory, names, [name for name in shapes if name not in stored])
+        self._warn_of_unused(directory, names, [name for name in shapes if name not in stored])
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
 
-    def _tell_of_unused(self, directory: Path, used: set[str], optional: list[str]) -> None:
+    def _warn_of_unused(self, directory: Path, used: set[str], optional: list[str]) -> None:
         """Warn about tensors of the checkpoint that this run doesn't use, counted by prefix; collective."""
         counts = Counter(name.rpartition("/")[0] for name in not_wanted(self._group, used, optional))
         if counts and self._group.rank() == 0:
@@ -285,7 +286,7 @@ class CheckpointStore:
 
 
 def _check_there(directory: Path, rank: int) -> None:
-    """A format may create a missing directory; this rank's files in it would be lost silently."""
+    """Raise CheckpointError where a rank doesn't find `directory`: a format may create it, and the rank's files would be lost."""
     if not directory.is_dir():
         raise CheckpointError(
             f"rank {rank} on node {socket.gethostname()} does not find {directory}, which rank 0 made; expected it on a file "
@@ -296,7 +297,7 @@ def _check_there(directory: Path, rank: int) -> None:
 def _give_way() -> None:
     """Give this thread only the processor time that training leaves: all of an idle core, hardly any of a busy one.
 
-    With normal priority a step beside it takes twice as long. It can't starve: when training waits for the save, a core is idle.
+    At normal priority a step beside it takes twice as long. It can't starve: when training waits for the save, a core is idle.
     """
     if sys.platform == "linux":  # where each thread has its own scheduling policy
         with suppress(OSError):  # some containers forbid it

@@ -25,13 +25,13 @@ _DEEPEST = 3
 
 
 def open_torch(path: Path) -> WeightsSource:
-    """Raises CheckpointError for anything but a state dict, parameter names with their tensors, whatever is beside it."""
+    """The state dict of a torch file. Raises CheckpointError for a file without one, whatever it holds besides."""
     foreign: list[str] = []
     try:
         if is_zip := zipfile.is_zipfile(path):
             foreign = get_unsafe_globals_in_checkpoint(path)
         stand_ins: list[Any] = [(_OfNumpy if name.startswith("numpy.") else _LeftOut, name) for name in foreign]
-        with safe_globals(stand_ins):
+        with safe_globals(stand_ins):  # harmless classes in place of all that torch.load would refuse
             # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
             content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError:
@@ -42,31 +42,30 @@ def open_torch(path: Path) -> WeightsSource:
         raise CheckpointError(
             f"{path} isn't a file of tensors that torch.load accepts: {why or type(error).__name__}"
         ) from error
-    if foreign and content == {}:
+    if foreign and content == {}:  # a stand-in is all that is left of the object
         raise CheckpointError(
             f"{path} holds an object with classes of a program's ({', '.join(sorted(foreign)[:3])}), expected a state dict: save "
             "the module's `state_dict()`"
         )
-    content, told = _state_dict(path, content)
+    content, remarks = _state_dict(path, content)
     for name, tensor in content.items():
         check_name(path, name)
-        kind = _odd_kind(tensor)
-        if kind is not None:
+        if tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
             raise CheckpointError(
-                f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
+                f"{path}: {name} is nested, meta, quantized or sparse, expected a dense tensor with its values"
             )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
-    claimed, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
-    if claimed > _MOST_SHARED * there + 2**20:
+    claimed, size = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
+    if claimed > _MOST_SHARED * size + 2**20:  # a small file must not fill the memory
         raise CheckpointError(
-            f"{path}: its tensors claim {claimed} bytes, but the file has {there}: they repeat values (Tensor.expand); "
+            f"{path}: its tensors claim {claimed} bytes, but the file has {size}: they repeat values (Tensor.expand); "
             "save them with Tensor.contiguous()"
         )
     return WeightsSource(
         tensors,
         lambda pieces: fill_pieces(path, pieces, lambda piece: content[piece.name][slices_of(piece)]),
         lambda: _check_records(path),
-        tuple(told),
+        remarks,
     )
 
 
@@ -85,18 +84,18 @@ class _OfNumpy:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """The state dict in what torch.load gave, and what to tell of it: training programs save it beside other things."""
-    found = list(_state_dicts(content, (), True)) or list(_state_dicts(content, (), False))
-    named = [one for one in found if set(one[1]) <= _STATE_DICTS]
-    if len(found) == 1 or len(named) == 1:
-        state, place = (named or found)[0]
+def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The state dict in a result of torch.load, and remarks for the user: training programs save it beside other things."""
+    candidates = list(_state_dicts(content, (), True)) or list(_state_dicts(content, (), False))
+    usual = [(state, place) for state, place in candidates if set(place) <= _STATE_DICTS]
+    if len(candidates) == 1 or len(usual) == 1:
+        state, place = (usual or candidates)[0]
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         others = ", ".join([name for name in state if name not in tensors][:5])
-        told = [f"the state dict is at {shown('.'.join(place))}"] * bool(place)
-        return tensors, told + [f"no tensors, and left out: {others}"] * bool(others)
-    if found:
-        places = ", ".join(shown(".".join(place)) for _, place in found[:5])
+        remarks = [f"the state dict is at {shown('.'.join(place))}"] if place else []
+        return tensors, (*remarks, *([f"no tensors, and left out: {others}"] if others else ()))
+    if candidates:
+        places = ", ".join(shown(".".join(place)) for _, place in candidates[:5])
         raise CheckpointError(f"{path} holds several state dicts, {places}; torch.save the one that you mean alone")
     what = shown(list(content)[:3]) if isinstance(content, dict) else type(content).__name__
     raise CheckpointError(f"{path} holds {what}, expected a state dict: parameter names with their tensors")
@@ -105,7 +104,8 @@ def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], list[str]]
 def _state_dicts(
     content: Any, place: tuple[str, ...], strict: bool
 ) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """The state dicts in dicts of dicts; what belongs to an optimizer is none. strict: those of nothing but tensors."""
+    """The state dicts in dicts of dicts, with their places. strict: only those of nothing but tensors. An optimizer's state has
+    integers for names, so it doesn't count."""
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content) or len(place) > _DEEPEST:
         return
     # beside other values, a number alone is a best accuracy or the like
@@ -122,7 +122,7 @@ def _check_records(path: Path) -> None:
     if not zipfile.is_zipfile(path):
         return
     try:
-        with zipfile.ZipFile(path) as records:
+        with zipfile.ZipFile(path) as records:  # torch.load doesn't compare them
             damaged = records.testzip()
     except OSError:
         raise
@@ -133,12 +133,3 @@ def _check_records(path: Path) -> None:
             f"{path} is corrupt: the CRC of {damaged} is wrong; it was damaged, or saved without CRCs "
             "(torch.serialization.set_crc32_options(False)): copy it anew, or save it with them"
         )
-
-
-def _odd_kind(tensor: Tensor) -> str | None:
-    """Why a tensor is no plain rectangle of numbers; None if it is."""
-    if tensor.is_nested or tensor.is_meta:
-        return "nested" if tensor.is_nested else "meta"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout)
-    return str(tensor.dtype) if tensor.is_quantized else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.directory import behind_name
@@ -38,11 +38,11 @@ def load_weights(
     """Fill `pieces`, which have the names of the model's parameters (without "model/"); collective over `group`.
 
     tied: the names of each tied parameter, the name of its pieces first. The file may have any of them. A prefix that all names
-    of the file have, such as "module.", is left out if the model's names lack it. kept_by: see `open_weights`. strict: together
-    the ranks must ask for every tensor of the file, and it must have each of theirs; else only those of both are filled. Values
-    are converted to the pieces' dtypes. reads: else only names and shapes are compared.
+    of the file have, such as "module.", is left out if the model's names lack it. kept_by: see `open_weights`. strict: the file
+    must have exactly the tensors that the ranks together ask for; else those that both have are filled. Values are converted to
+    the pieces' dtypes. reads: false compares names and shapes only.
 
-    Returns what a user should know: where the tensors were found, which were left. Raises UsageError if there are no weights at
+    Returns remarks for the user: where the tensors were found, which were left. Raises UsageError if there are no weights at
     `path`, and CheckpointError if names or shapes differ or the file is damaged.
     """
     try:
@@ -52,18 +52,19 @@ def load_weights(
             )
         source = together(group, lambda: open_weights(path, formats, kept_by))
         if reads:
-            share(group, source.check)
+            share(group, source.check)  # on rank 0 alone: it reads the whole file
         shapes = {piece.name: piece.shape for piece in pieces}
         source = _fitting(_named_once(source, tied, group), shapes, tied, group)
         differences = describe_differences(group, shapes, _shapes(source))
-        left: list[str] = []
+        remarks = [*source.remarks]
         if differences is not None:
             if strict:
                 raise OtherModelError(f"the weights in {path} are of another model: {differences}")
             pieces, left = _in_both(path, source, pieces, group)
+            remarks += left
         if reads:
             together(group, lambda: source.fill(pieces))
-        return [*source.remarks, *left]
+        return remarks
     except OSError as error:
         raise CheckpointError(f"the weights in {path} can't be read: {reason(error)}") from error
 
@@ -75,21 +76,23 @@ def _shapes(source: WeightsSource) -> dict[str, tuple[int, ...]]:
 def _fitting(
     source: WeightsSource, wanted: dict[str, tuple[int, ...]], tied: Sequence[list[str]], group: dist.ProcessGroup
 ) -> WeightsSource:
-    """`source`, without a prefix that all its names have if only then the model's tensors are in it. Collective."""
-    known, found = {*wanted, *(name for names in tied for name in names)}, source
-    while not sum_of(int(any(name in found.tensors for name in known)), group):
-        first = next(iter(found.tensors), "").partition(".")[0] + "."
-        if not found.tensors or not all(name.startswith(first) for name in found.tensors):
+    """`source` without the prefixes that all its names have, if only then it has a tensor of the model. Collective."""
+    names, stripped = {*wanted, *(name for tie in tied for name in tie)}, source
+    # over all ranks: a pipeline's ask for different names
+    while not sum_of(int(any(name in stripped.tensors for name in names)), group):
+        first = next(iter(stripped.tensors), "").partition(".")[0] + "."
+        if not stripped.tensors or not all(name.startswith(first) for name in stripped.tensors):
             return source
-        names = {name.removeprefix(first): name for name in found.tensors}
-        found = _named_once(found.renamed(names, f"all its names begin with {first!r}, which is left out"), tied, group)
-    return found
+        stored = {name.removeprefix(first): name for name in stripped.tensors}
+        remark = f"all its names begin with {first!r}, which is left out"
+        stripped = _named_once(stripped.renamed(stored, remark), tied, group)
+    return stripped
 
 
 def _in_both(
     path: Path, source: WeightsSource, pieces: list[Piece], group: dist.ProcessGroup
 ) -> tuple[list[Piece], list[str]]:
-    """The pieces that the file has a tensor for, and what is left of the model and of the file. Collective."""
+    """The pieces that the file has a tensor for, and remarks about the other tensors of the model and of the file. Collective."""
     shapes = _shapes(source)
     chosen = [piece for piece in pieces if shapes.get(piece.name) == piece.shape]
     mine = {piece.name for piece in chosen}
@@ -98,41 +101,42 @@ def _in_both(
         raise CheckpointError(f"the weights in {path} have no tensor of the model: {', '.join(unused[:3])}")
     lacking = sorted({piece.name for piece in pieces} - mine)
     missing = sorted({name for names in gather_values(lacking, group) for name in names})
-    told = []
+    remarks = []
     if missing:
-        told.append(f"not in it or of another shape, so they keep their first values: {', '.join(missing)}")
+        remarks.append(f"not in it or of another shape, so they keep their first values: {', '.join(missing)}")
     if unused:
-        told.append(f"of no use to the model: {', '.join(unused)}")
-    return chosen, told
+        remarks.append(f"of no use to the model: {', '.join(unused)}")
+    return chosen, remarks
 
 
 def _named_once(source: WeightsSource, tied: Sequence[list[str]], group: dist.ProcessGroup) -> WeightsSource:
-    """`source` with each tied parameter under its first name only; a `state_dict()` has it under all names.
+    """`source` with each tied parameter under its first name only; a `state_dict()` has it under all names. Collective.
 
     CheckpointError if the values under these names differ.
     """
-    tensors, places = dict(source.tensors), {}
+    places = {name: name for name in source.tensors}
     for names in tied:
-        found = [name for name in names if name in tensors]
-        if len(found) > 1:
-            share(group, partial(_refuse_different, source, found))
-        for name in found:
-            tensors[names[0]], places[names[0]] = source.tensors[found[0]], found[0]
-            if name != names[0]:
-                del tensors[name]
-
-    def fill(pieces: list[Piece]) -> None:
-        source.fill([replace(piece, name=places.get(piece.name, piece.name)) for piece in pieces])
-
-    return WeightsSource(tensors, fill, source.check, source.remarks)
+        stored = [name for name in names if name in places]
+        if len(stored) > 1:
+            share(group, partial(_refuse_different, source, stored))
+        for name in stored:
+            del places[name]
+        if stored:
+            places[names[0]] = stored[0]
+    return source.renamed(places)
 
 
 def _refuse_different(source: WeightsSource, names: Sequence[str]) -> None:
-    values = []
-    for name in names:
-        values.append(memory_for(name, source.tensors[name].shape, source.tensors[name].dtype))
-        source.fill([Piece.whole(name, values[-1])])
-        if not torch.equal(values[0], values[-1]):
+    """Raise CheckpointError if the values under several names of one parameter differ."""
+
+    def values_of(name: str) -> Tensor:
+        values = memory_for(name, source.tensors[name].shape, source.tensors[name].dtype)
+        source.fill([Piece.whole(name, values)])
+        return values
+
+    first = values_of(names[0])
+    for name in names[1:]:
+        if not torch.equal(first, values_of(name)):
             raise CheckpointError(
                 f"{names[0]} and {name} differ in the weights, but the model ties them to one parameter"
             )
@@ -142,8 +146,8 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
     """The weights at `path`, named as in the model.
 
     From a checkpoint with names that begin with "model/", as hpctrain's do, only those are taken; from any other, all.
-    kept_by: the name of a plugin, such as "ema", that keeps values of its own for parameters in its checkpoints. They are taken in
-    place of the model's; UsageError if there are none. A file `latest` or `best` stands for the checkpoint that it names.
+    kept_by: the name of a plugin, such as "ema", whose own values of parameters in the checkpoint are taken in place of the
+    model's; UsageError if there are none. A file `latest` or `best` stands for the checkpoint that it names.
     """
     path = behind_name(path)
     if not path.is_dir():
@@ -157,21 +161,18 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if (path / name).is_file():  # written by save_pretrained() of transformers
             return open_weights(path / name, formats, kept_by)
-    found = find_checkpoint(path, formats)
-    stored = found.format.tensors(path)
+    checkpoint = find_checkpoint(path, formats)
+    stored = checkpoint.format.tensors(path)
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     places = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     if kept_by is not None:
         places |= _kept(path, places, stored, kept_by)
-
-    def fill(pieces: list[Piece]) -> None:
-        found.format.load(path, [replace(piece, name=places[piece.name]) for piece in pieces])
-
-    return WeightsSource({name: stored[place] for name, place in places.items()}, fill)
+    # no check: `load` checks what it reads
+    return WeightsSource(stored, partial(checkpoint.format.load, path)).renamed(places)
 
 
 def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTensor], kept_by: str) -> dict[str, str]:
-    """The stored names of a plugin's values for parameters."""
+    """The stored names of a plugin's values of parameters. UsageError if it has none."""
 
     def of(plugin: str) -> dict[str, str]:
         names = {name: f"{PLUGIN}{plugin}/{name}" for name in places}
@@ -184,9 +185,6 @@ def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTens
     kept = of(kept_by)
     if not kept:
         plugins = sorted({name.split("/")[1] for name in stored if name.startswith(PLUGIN)})
-        having = [repr(plugin) for plugin in plugins if of(plugin)]
-        raise UsageError(
-            f"{path} has no weights of {kept_by!r}; it has the model's"
-            + "".join(f" and those of {one}" for one in having)
-        )
+        others = "".join(f" and those of {plugin!r}" for plugin in plugins if of(plugin))
+        raise UsageError(f"{path} has no weights of {kept_by!r}; it has the model's{others}")
     return kept

@@ -1,7 +1,6 @@
 """[environment]: variables of the libraries below hpctrain, set in this process before these libraries start.
 
-Each rank reads them from the job file itself, since MPI reads its variables before rank 0 can send anything. Imports nothing
-that takes time.
+Each rank reads them from the job file itself: MPI reads its variables before rank 0 can send anything. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -45,16 +44,15 @@ _CACHES = {
     "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
 }
 
-_exported: dict[str, str] = {}
-# this process's own variables, beside `os.environ`: those that `export` has set, and those whose readers had started before
+# variables that `export` has set after their readers had started; global, as `os.environ` is
 _late: set[str] = set()
 
 
 def name_problem(name: str) -> str | None:
     """The reason why a job may not set the variable."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or not name.startswith(PREFIXES):
-        known = ", ".join(PREFIXES)
-        return f"expected the name of a variable that begins with {known}; set others in the shell or the batch script"
+        begins = ", ".join(PREFIXES)
+        return f"expected the name of a variable that begins with {begins}; set others in the shell or the batch script"
     if SECRET.search(name):
         return "expected no secret, since the job is recorded in its run; set it in the shell"
     if _CODE.search(name):
@@ -68,10 +66,10 @@ def text_problem(text: str) -> str | None:
 
 
 def variables(tables: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of a job's tables. Those that no job may set are left out; the check of the job reports them."""
+    """The variables in a job's tables. Those that no job may set are left out; the check of the job reports them."""
     table = tables.get("environment")
-    found = table if isinstance(table, Mapping) else {}
-    texts = {name: as_text(value) for name, value in found.items() if name_problem(name) is None}
+    items = table.items() if isinstance(table, Mapping) else ()  # not checked yet
+    texts = {name: as_text(value) for name, value in items if name_problem(name) is None}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text_problem(text) is None}
 
 
@@ -80,64 +78,64 @@ def as_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def export(tables: Mapping[str, Any]) -> None:
-    """Set the variables of a job for this process and those that it starts. What is set already stays: the shell's wins."""
-    for name, text in variables(tables).items():
-        if name not in os.environ:
-            os.environ[name] = _exported[name] = text
-            if any(module in sys.modules and name.startswith(prefixes) for module, prefixes in _READERS.items()):
-                _late.add(name)
+def export(tables: Mapping[str, Any]) -> list[str]:
+    """Set a job's variables for this process and those that it starts. Those that the shell has set stay as they are; returns the
+    names of the others."""
+    lacking = {name: text for name, text in variables(tables).items() if name not in os.environ}
+    os.environ.update(lacking)
+    started = tuple(prefix for module, prefixes in _READERS.items() if module in sys.modules for prefix in prefixes)
+    _late.update(name for name in lacking if name.startswith(started))
+    return list(lacking)
 
 
 @contextmanager
 def exported(tables: Mapping[str, Any]) -> Iterator[None]:
-    """Export as `export` does; afterwards the environment is as before."""
-    before = set(_exported)
+    """Call `export`; take its variables back at the end of the context."""
+    names = export(tables)
     try:
-        export(tables)
         yield
     finally:
-        for name in _exported.keys() - before:
+        for name in names:
             os.environ.pop(name, None)  # the user's code may have removed it
-            del _exported[name]
             _late.discard(name)
 
 
 @contextmanager
 def set_where_unset(defaults: Mapping[str, str]) -> Iterator[None]:
     """Set the variables that the environment lacks, in this context."""
-    given = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in given})
+    lacking = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in lacking})
     try:
         yield
     finally:
-        for name in given:
+        for name in lacking:
             os.environ.pop(name, None)
 
 
 @contextmanager
 def cached_on_node() -> Iterator[None]:
-    """Give compilers caches in a directory of this user's alone, in this context: on this node's own disk, `$TMPDIR` or /tmp, else
-    in the user's cache. What the shell says stays. Raises EnvironmentUnfitError where others can write: cached kernels are code."""
+    """Give compilers caches that only this user can write to, in this context: on this node's own disk, `$TMPDIR` or /tmp, else in
+    the user's cache. The shell's settings stay. Raises EnvironmentUnfitError where others can write: cached kernels are code."""
     for name in _CACHES:
-        given = Path(os.environ.get(name) or os.devnull)
-        if given.is_dir() and (given.stat().st_mode & 0o002 or given.stat().st_uid not in (0, os.geteuid())):
+        cache = Path(os.environ.get(name) or os.devnull)
+        # root can write everywhere anyway
+        if cache.is_dir() and (cache.stat().st_mode & 0o002 or cache.stat().st_uid not in (0, os.geteuid())):
             raise EnvironmentUnfitError(
-                f"{name}={given}: other users can write there what would run as you; name a directory of your own"
+                f"{name}={cache}: other users can write there what would run as you; name a directory of your own"
             )
-    directory = _caches_directory() or Path(os.devnull)  # then what compiles fails
+    # nothing can be made below /dev/null: a job that compiles ends with `refuse_shared_caches`, any other one runs
+    home = next((place for place in _places() if _is_safe(place)), Path(os.devnull))
     # torch keeps precompiled headers in /tmp/torchinductor_USER, whatever is set
     headers = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-    with set_where_unset(headers | {name: str(directory / one) for name, one in _CACHES.items()}):
+    with set_where_unset(headers | {name: str(home / folder) for name, folder in _CACHES.items()}):
         yield
 
 
-def _caches_directory() -> Path | None:
-    for directory in _places():
-        with suppress(OSError):
-            if stays(own_directory(directory)):
-                return directory
-    return None
+def _is_safe(directory: Path) -> bool:
+    """Whether `directory`, made where it is missing, is this user's, and nobody can put another one in its place."""
+    with suppress(OSError):  # a directory of somebody else raises it
+        return stays(own_directory(directory))
+    return False
 
 
 def _places() -> list[Path]:
@@ -146,9 +144,9 @@ def _places() -> list[Path]:
 
 
 def refuse_shared_caches() -> None:
-    """Raises EnvironmentUnfitError where `cached_on_node` has found no directory of this user's alone."""
+    """Raise EnvironmentUnfitError where `cached_on_node` has found no safe directory."""
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(os.devnull):
-        places = " and ".join(str(one.parent) for one in _places())
+        places = " and ".join(str(place.parent) for place in _places())
         raise EnvironmentUnfitError(
             f"[compile]: kernels are code, and other users can write in each of {places}, or in a directory above it; set TMPDIR "
             "to a directory that only you can write to, as well as what is above it (`chmod go-w`)"
@@ -156,12 +154,12 @@ def refuse_shared_caches() -> None:
 
 
 def described(tables: Mapping[str, Any]) -> str:
-    """The variables of the job in this process, for the screen and the log; "" if there are none."""
+    """The job's variables as this process has them, for the screen and the log; "" if there are none."""
     words = []
     for name, text in variables(tables).items():
-        here = os.environ.get(name)
-        if here != text:
-            words.append(f"{name}={here} of the shell instead of {text}")
+        value = os.environ.get(name)
+        if value != text:
+            words.append(f"{name}={value} of the shell instead of {text}")
         else:
             words.append(f"{name}={text}" + (", set too late: its reader had started" if name in _late else ""))
     return escaped("; ".join(words))

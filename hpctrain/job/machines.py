@@ -16,17 +16,16 @@ def shipped_machines() -> dict[str, Any]:
 
 
 def machine_of_device(name: str) -> dict[str, Any] | None:
-    """The machine whose devices torch calls so; None for others, such as a slower variant of a card."""
-    tables = shipped_machines().values()
-    return next(
-        (table for table in tables if any(fnmatchcase(name, one) for one in table.get("device_names", ()))), None
-    )
+    """The machine whose devices have this name in torch; None for others, such as a slower variant of a card."""
+    machines = shipped_machines().values()
+    names = [(pattern, machine) for machine in machines for pattern in machine.get("device_names", ())]
+    return next((machine for pattern, machine in names if fnmatchcase(name, pattern)), None)
 
 
 def peak_flops_of(flops: Mapping[str, float], dtype: str, tf32: bool) -> float:
-    """FLOP/s of products of a data type, by a machine's `flops`; of one that these don't name, those of float32."""
+    """FLOP/s of products of a data type, from a machine's `flops`; float32's for a type that these lack."""
     if dtype == "float32" and tf32 and "tf32" in flops:
         return flops["tf32"]
-    if dtype.startswith("float8"):
+    if dtype.startswith("float8"):  # all variants are equally fast
         return next((rate for name, rate in flops.items() if name.startswith("float8")), flops["float32"])
     return flops.get(dtype) or flops["float32"]

@@ -1,4 +1,4 @@
-"""Allows one run at a time in an output directory: two would remove each other's unfinished checkpoints."""
+"""Lock of an output directory, for one run at a time: two would remove each other's unfinished checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 30.0
 class OutputLock:
     """Rank 0's lock. The system releases it when this process ends in any way, so it needs no cleanup.
 
-    It is a record lock: unlike flock's, it is not kept by a child that outlives this process, and it works on NFS.
+    It is a record lock: unlike flock's, a child that outlives this process does not keep it, and it works on NFS.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class OutputLock:
     def take(self, directory: Path) -> None:
         """Take the lock; UsageError if another run keeps it. Does nothing if the file system has no locks."""
         path, waits = directory / FILE_NAME, False
-        fd = open_to_change(path, os.O_RDWR | os.O_APPEND)
+        fd = open_to_change(path, os.O_RDWR | os.O_APPEND)  # not truncated: it says who holds it
         file = open(fd, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open means locked
         give_up = time.monotonic() + PATIENCE_SECONDS
         while not _locked(file):
@@ -49,7 +49,7 @@ class OutputLock:
             time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        file.flush()  # the file stays open, so nothing else writes this out
         self._file = file
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def set_aside(directory: Path) -> Path | None:
     if not any(os.path.lexists(directory / name) for name in (RESOLVED, METRICS, CHECKPOINTS)):
         return None
     lock = OutputLock()
-    lock.take(directory)
+    lock.take(directory)  # waits for a run that is about to end
     try:
         names = (directory.with_name(f"{directory.name}.{number}") for number in itertools.count(1))
         return directory.rename(next(name for name in names if not os.path.lexists(name)))
@@ -76,7 +76,7 @@ def set_aside(directory: Path) -> Path | None:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Take the lock if nobody else has it; true also where the file system has no locks."""
+    """Try to take the lock; true if nobody else has it, and where the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

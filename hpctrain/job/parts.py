@@ -25,8 +25,8 @@ __all__ = ["Parts"]
 
 @dataclass(frozen=True)
 class Parts:
-    """The plugins of a job, one per slot; `parallelism` by the axis's name in the job; `loggers`, `hooks` and `metrics` in the
-    job's order."""
+    """The plugins of a job: one for each slot, `parallelism` by the axes' names in the job, and `loggers`, `hooks` and `metrics` in
+    the job's order."""
 
     model: ModelSpec
     dataset: Dataset

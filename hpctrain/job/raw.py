@@ -18,7 +18,7 @@ def dotted(key: Key) -> str:
     if len(key) == 1:
         return f"[{key[0]}]"
     inner = ".".join(str(part) for part in key[1:] if not isinstance(part, int))
-    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"
+    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"  # a number alone: a row of an array of tables
 
 
 @dataclass
@@ -31,14 +31,11 @@ class RawJob:
 
     def place(self, key: Key) -> str:
         """The place of `key`, or of the nearest table around it."""
-        while key:
-            if key in self.places:
-                return self.places[key]
-            key = key[:-1]
-        return self.source
+        around = (key[:length] for length in range(len(key), 0, -1))
+        return next((self.places[part] for part in around if part in self.places), self.source)
 
     def refuse_values(self) -> RawJob:
-        """Return this job; JobFileError for an integer, a text or a depth that no job file may have."""
+        """Return this job; JobFileError for a value that no job file may have, or for tables nested too deeply."""
         beyond = first_beyond(self.tables)
         if beyond is not None:
             key, why = beyond
@@ -47,11 +44,8 @@ class RawJob:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON value for `from_json` on another rank."""
-        return {
-            "tables": self.tables,
-            "places": [[list(key), place] for key, place in self.places.items()],
-            "source": self.source,
-        }
+        places = [[list(key), place] for key, place in self.places.items()]  # JSON has text alone for keys
+        return {"tables": self.tables, "places": places, "source": self.source}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RawJob:
@@ -69,6 +63,7 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_at(tables: Any, key: Key) -> Any:
+    """The value at `key`; None where there is none."""
     for part in key:
         try:
             tables = tables[part]

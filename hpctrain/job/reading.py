@@ -19,12 +19,11 @@ import tomli
 from hpctrain.base.errors import JobFileError, UsageError
 from hpctrain.base.safe_files import read_bytes
 from hpctrain.job.raw import RawJob, dotted, merge, value_at
-from hpctrain.job.toml import Key, LimitError, key_lines, parse
+from hpctrain.job.toml import Key, key_lines, parse
 
 __all__ = ["read_job"]
 
-# the begin of the name of a file that comes with hpctrain
-_PRESET = "preset:"
+_PRESET = "preset:"  # begins the name of a file that comes with hpctrain
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
@@ -33,10 +32,9 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
     Raises UsageError with file:line for a missing file, invalid TOML, a cycle, or a malformed override.
     """
     raw = _read_file(path, [])
-    raw.source = str(path)
     for override in overrides:
         apply_override(raw, override)
-    return raw.refuse_values()
+    return raw.refuse_values()  # again: overrides bring values of their own
 
 
 def _read_file(path: Path, chain: list[Path]) -> RawJob:
@@ -63,95 +61,94 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     except tomli.TOMLDecodeError as error:
         why = f"{error.msg} (column {error.colno}){_case_of(error)}"
         raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {why}") from None
-    except LimitError as error:
+    except ValueError as error:
         raise JobFileError(f"{path}: not a job file: {error}") from None
     raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path)).refuse_values()
-    base = tables.pop("extends", None)
+    base = tables.pop("extends", None)  # no key of the job's: what a rank gets is merged
     if base is None:
         return raw
     place = raw.places.pop(("extends",))
     bases = base if isinstance(base, list) else [base]
-    if not bases or not all(isinstance(one, str) for one in bases):
+    if not bases or not all(isinstance(name, str) for name in bases):
         raise JobFileError(f"{place}: extends: expected the path of a job file, or a list of paths, found {base!r}")
-    files = [str(_preset(one.removeprefix(_PRESET), place)) if one.startswith(_PRESET) else one for one in bases]
-    raws = []
-    for file in files:
-        if not os.path.isfile(path.parent / file):  # unlike Path's, it doesn't raise for names that are too long
+    layers = []
+    for name in bases:
+        file = _preset(name.removeprefix(_PRESET), place) if name.startswith(_PRESET) else path.parent / name
+        if not os.path.isfile(file):  # unlike Path's, it doesn't raise for names that are too long
             raise JobFileError(
-                f"{place}: extends: there is no file {path.parent / file}; a path is relative to the file that wrote it"
+                f"{place}: extends: there is no file {file}; a path is relative to the file that wrote it"
             )
-        raws.append(_read_file(path.parent / file, [*chain, resolved]))
-    return reduce(_on_top, [*raws, raw])
+        layers.append(_read_file(file, [*chain, resolved]))
+    return reduce(_on_top, [*layers, raw])
 
 
 def _preset(name: str, place: str) -> Path:
-    """The file of a model's sizes: the core's, or that of a distribution whose entry point of the group `hpctrain.presets` names
-    a package with such files."""
+    """The file of a model's sizes: the core's, or one in a package that an entry point of the group `hpctrain.presets` names."""
     folders = [str(Path(__file__).parent / "presets")]
     for entry in entry_points(group="hpctrain.presets"):
         with suppress(ImportError):  # a distribution whose files are gone
-            found = find_spec(entry.value)
-            folders += [] if found is None else list(found.submodule_search_locations or ())
-    known = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
-    several = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
-    if len(several) > 1:
-        raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(several)}")
-    if name not in known:
+            spec = find_spec(entry.value)  # unlike an import, it runs nothing of the package but its parents
+            folders += [] if spec is None else list(spec.submodule_search_locations or ())
+    presets = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
+    homes = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
+    if len(homes) > 1:
+        raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(homes)}")
+    if name not in presets:
         raise JobFileError(
             f"{place}: extends: there is no preset {name!r}, here or in an installed package; expected one of "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(presets))}"
         )
-    return known[name]
+    return presets[name]
 
 
 def _case_of(error: tomli.TOMLDecodeError) -> str:
     """A remedy for Python's True and False."""
-    found = re.match("True|False", error.doc[error.pos :])
-    return "" if found is None else f"; TOML writes {found[0].lower()}, found {found[0]}"
+    word = re.match("True|False", error.doc[error.pos :])
+    return "" if word is None else f"; TOML writes {word[0].lower()}, found {word[0]}"
 
 
 def _on_top(below: RawJob, above: RawJob) -> RawJob:
-    """The merge of two files. `above` replaces arrays as a whole, so their elements drop the places from below."""
+    """Merge two files. `above` replaces whole arrays, so the places of their elements in `below` are dropped."""
     arrays = {key for key in above.places if isinstance(value_at(above.tables, key), list)}
     kept = {k: v for k, v in below.places.items() if not any(k[: len(a)] == a for a in arrays)}
     return RawJob(merge(below.tables, above.tables), {**kept, **above.places}, above.source)
 
 
 def apply_override(raw: RawJob, override: str) -> None:
-    """Apply one --set. The value is TOML; anything else is taken as text. An empty value removes the key, += adds to an array."""
+    """Apply one --set. The value is TOML, or else text as it stands. An empty value removes the key; += adds to an array."""
     name, equals, value = override.partition("=")
     adds = name.endswith("+")
     key = tuple(name.removesuffix("+").strip().split("."))
+    # a key lies in a table, but += may reach one of the job's own arrays, such as logger
     if not equals or len(key) < 2 - adds or not all(key) or (adds and not value.strip()):
         raise UsageError(
             f"--set {override}: expected table.key=value, such as optimizer.lr=0.001, or array+=value, such as logger+=csv"
         )
     try:
-        found = parse(f"value = {value}")
+        parsed = parse(f"value = {value}")
     except tomli.TOMLDecodeError:
-        found = {"value": value.strip()}
-    except LimitError as error:
+        parsed = {}
+    except ValueError as error:
         raise UsageError(f"--set {name}: {error}") from None
-    if isinstance(found["value"], date | time):  # no key takes one, and `job.time_limit=10:00` is minutes
-        found["value"] = value.strip()
-    if len(found) > 1:
-        raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
+    # text, too: a date or time, since `job.time_limit=10:00` is minutes, and several lines with keys of their own
+    is_toml = len(parsed) == 1 and not isinstance(parsed["value"], date | time)
+    content = parsed["value"] if is_toml else value.strip()
     table, place = _table_of(raw, override, key[:-1])
     last, target = key[-1], (*place, key[-1])
     if adds:
-        _add(raw, override, table, target, found["value"])
+        _add(raw, override, table, target, content)
     elif value.strip():
-        table[last] = found["value"]
+        table[last] = content
         raw.places[target] = f"--set {override}"
     elif last not in table:
         raise UsageError(f"--set {override}: there is no {name.strip()} to remove; expected table.key=value")
     else:
         del table[last]
-        raw.places = {place: where for place, where in raw.places.items() if place[: len(target)] != target}
+        raw.places = {key: where for key, where in raw.places.items() if key[: len(target)] != target}
 
 
 def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any) -> None:
-    """Append to an array of `table`; an array extends it. A row of the job's own arrays may be its name: `logger+=csv`."""
+    """Append a value to an array of `table`, or each value of an array. In [[logger]] and the like, a name stands for a row."""
     last = str(array[-1])
     values = table.setdefault(last, [])
     if not isinstance(values, list):
@@ -162,11 +159,12 @@ def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: A
             raise UsageError(f"--set {override}: found an array in an array, expected names or tables")
         rows = [row if isinstance(row, dict) else {"name": row} for row in rows]
     raw.places.update({(*array, len(values) + i): f"--set {override}" for i in range(len(rows))})
-    table[last] = [*values, *rows]
+    table[last] = [*values, *rows]  # a new list: merged tables may share the old one
 
 
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:
-    """The table that `parts` lead to, made if need be, and its place. In an array of tables, a part is a row's number or name."""
+    """The table that `parts` lead to, new if the job lacks it, and its place. In an array of tables, a part is a row's number or
+    name."""
     table: dict[str, Any] = raw.tables
     place: Key = ()
     rows: list[Any] | None = None
@@ -180,7 +178,7 @@ def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[st
         if isinstance(below, list):
             rows = below
             continue
-        if not isinstance(below, dict):
+        if not isinstance(below, dict):  # an axis may be written as its size alone; other values give way
             below = table[part] = {"size": below} if place[0] == "parallelism" else {}
         table = below
     if rows is not None:
@@ -196,10 +194,14 @@ def _row(rows: list[Any], part: str, override: str, place: Key) -> int:
     tables = {at: row for at, row in enumerate(rows) if isinstance(row, dict)}
     if part.isdecimal() and int(part) in tables:
         return int(part)
-    named = [at for at, row in tables.items() if row.get("name") == part]
-    if len(named) == 1:
-        return named[0]
+    matches = [at for at, row in tables.items() if row.get("name") == part]
+    if len(matches) == 1:
+        return matches[0]
     names = [str(row["name"]) for row in tables.values() if "name" in row]
-    known = f"0 to {len(rows) - 1}" + (f", or {', '.join(names)}" if names else "") if tables else "none"
-    why = f"{len(named)} rows have the name {part!r}; say which by its number" if named else f"there is no row {part!r}"
-    raise UsageError(f"--set {override}: [[{'.'.join(map(str, place))}]]: {why} (rows: {known})")
+    choices = f"0 to {len(rows) - 1}" + (f", or {', '.join(names)}" if names else "") if tables else "none"
+    why = (
+        f"{len(matches)} rows have the name {part!r}; say which by its number"
+        if matches
+        else f"there is no row {part!r}"
+    )
+    raise UsageError(f"--set {override}: [[{'.'.join(map(str, place))}]]: {why} (rows: {choices})")

@@ -15,20 +15,20 @@ from hpctrain.job.environment import PREFIXES, as_text, name_problem, text_probl
 
 _FORMS = (
     r"(?:(?P<d>\d+)d)?(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+)s)?",
-    r"(?P<m>\d+)(?::(?P<s>[0-5]\d))?",
+    r"(?P<m>\d+)(?::(?P<s>[0-5]\d))?",  # this and the next two are Slurm's
     r"(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)",
     r"(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>[0-5]\d)(?::(?P<s>[0-5]\d))?)?",
 )
 _IN_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 OF_SEVERAL_KEYS = "several_keys"
-"""The kind of an error that says itself what was found."""
+"""The kind of an error whose sentence already says what was found."""
 
 
 def seconds_of(time: str) -> int:
     """ "90m" -> 5400, "1-00:00:00" -> 86400, "10" -> 600. Raises ValueError."""
-    found = next((match for form in _FORMS if (match := re.fullmatch(form, time))), None) if time else None
-    seconds = 0 if found is None else sum(int(n or 0) * _IN_SECONDS[unit] for unit, n in found.groupdict().items())
-    if not 0 < seconds < 2**31:
+    match = next((match for form in _FORMS if (match := re.fullmatch(form, time))), None)
+    seconds = 0 if match is None else sum(int(n or 0) * _IN_SECONDS[unit] for unit, n in match.groupdict().items())
+    if not 0 < seconds < 2**31:  # "" matches the first form, and is 0
         raise ValueError('expected a time such as "24h", "1h30m", "90m", or as in Slurm "90" (minutes) or "1-12:00:00"')
     return seconds
 
@@ -39,7 +39,7 @@ def _duration(text: str) -> str:
 
 
 def seconds_or_number(value: object) -> object:
-    """A text in seconds; anything else as it is."""
+    """The seconds of a text; any other value as it is."""
     return seconds_of(value) if isinstance(value, str) else value
 
 
@@ -55,6 +55,7 @@ def of_file_system(name: str) -> str:
 
 def error_of_several_keys(sentence: str) -> PydanticCustomError:
     """The error of a validator about keys that don't go together; the sentence says what was found."""
+    # a template, since pydantic would fill braces in the sentence itself
     return PydanticCustomError(OF_SEVERAL_KEYS, "{sentence}", {"sentence": sentence})
 
 
@@ -69,7 +70,7 @@ class Table(BaseModel):
 
 
 class SlotTable(Table):
-    """A table that chooses a plugin; undeclared keys go to the plugin."""
+    """A table that chooses a plugin, which takes the keys that are not declared here."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -96,5 +97,5 @@ VariableValue = Annotated[str, BeforeValidator(as_text, json_schema_input_type=s
 
 
 def table_of(key: str, value: object) -> object:
-    """A table in place of an integer that stands for one of its keys."""
-    return {key: value} if isinstance(value, int) and not isinstance(value, bool) else value
+    """The table for which an integer, the value of `key`, is short; any other value as it is."""
+    return {key: value} if isinstance(value, int) and not isinstance(value, bool) else value  # True is an int

@@ -31,13 +31,13 @@ def _file_name(name: str) -> str:
 
 
 def _not_empty(path: object) -> object:
-    if path == "":
+    if path == "":  # pathlib would take it for the current directory
         raise ValueError('expected a directory, "." for the current one')
     return of_file_system(path) if isinstance(path, str) else path
 
 
 def _permissions(text: str) -> str:
-    if text != "umask" and not re.fullmatch("0?7[0-7]{2}", text):
+    if text != "umask" and not re.fullmatch("0?7[0-7]{2}", text):  # 7: the run itself has to write there
         raise ValueError('expected an octal number as text that lets the owner in, such as "0750", or "umask"')
     return text
 
@@ -61,7 +61,7 @@ class JobTable(Table):
     """Take deterministic algorithms only, for the same bits on the same hardware; an operation that has none ends the job. On CPUs
     a job gives the same bits without it."""
     start: Literal["fork", "spawn"] = "fork"
-    """How `-n` starts ranks: as forks of its own process, which has imported torch, or each anew."""
+    """How `-n` starts ranks: as forks of its own process, which has imported torch, or as new processes."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own, in the order of NUMA nodes, where the launcher has bound none."""
     time_limit: Seconds | None = None
@@ -71,13 +71,13 @@ class JobTable(Table):
     @property
     def mode(self) -> int:
         """`permissions` as a number."""
-        return 0o777 if self.permissions == "umask" else int(self.permissions, 8)
+        return 0o777 if self.permissions == "umask" else int(self.permissions, 8)  # mkdir takes the umask off
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> JobTable:
         if (self.steps is None) == (self.epochs is None):
-            found = "neither" if self.steps is None else "both; --set job.steps= or --set job.epochs= removes one"
-            raise error_of_several_keys(f"expected either steps or epochs, found {found}")
+            which = "neither" if self.steps is None else "both; --set job.steps= or --set job.epochs= removes one"
+            raise error_of_several_keys(f"expected either steps or epochs, found {which}")
         return self
 
 
@@ -111,8 +111,8 @@ class DatasetTable(SlotTable):
     workers: int | None = Field(default=None, ge=0, le=1024)
     """Processes that load samples; 0 loads in the rank's process (default: 0, or num_workers of a DataLoader of your own)."""
     start_method: Literal["spawn", "forkserver", "fork"] = "forkserver"
-    """How worker processes start: from a process that has imported torch and has no MPI, anew, or as a copy of the rank, which
-    shares its data but is undefined under MPI."""
+    """How worker processes start: forkserver forks a process that has imported torch and has no MPI, spawn starts new ones, and
+    fork copies the rank, which shares its data but is undefined under MPI."""
     prefetch: int = Field(default=2, ge=1)
     """Micro batches that each worker loads ahead of the step; without workers, a thread does if the data draws no numbers."""
     weights: str | None = None
@@ -131,7 +131,7 @@ class ParameterGroup(SlotTable):
     pattern: str | Annotated[list[str], Field(min_length=1)] = "*"
     """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
     max_dims: int | None = Field(default=None, ge=0)
-    """Only parameters of at most so many dimensions; 1 are biases and the weights of norms."""
+    """Only parameters with at most this many dimensions; those with 1 are biases and the weights of norms."""
 
     @model_validator(mode="after")
     def _chooses(self) -> ParameterGroup:
@@ -172,21 +172,21 @@ class BatchTable(Table):
     micro_tokens: int | None = Field(default=None, ge=1)
     """Instead of micro_size: the most tokens per forward on one rank, padding included."""
     packing: bool = False
-    """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
-    one length; each attends to itself alone."""
+    """Put the samples of a micro batch by tokens end to end in one row instead of padding them to one length; each attends only
+    to itself."""
     drop_last: bool | None = None
     """End each epoch with its own samples where global batches don't divide it: true drops the rest, false makes a smaller batch of
     it, as torch's DataLoader does (default: the next epoch's samples fill it)."""
     channels_last: bool = False
-    """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
+    """Store images (batch, channels, height, width) with the channels last, as the convolutions of GPUs want them."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchTable:
         sizes = ("global_size", "micro_size", "tokens", "micro_tokens")
-        found = [key for key in sizes if getattr(self, key) is not None]
-        if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
+        keys = [key for key in sizes if getattr(self, key) is not None]
+        if keys not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
             raise error_of_several_keys(
-                f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
+                f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(keys) or 'none'}"
             )
         if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
             raise error_of_several_keys(
@@ -235,9 +235,9 @@ class KeepBestTable(Table):
     """[checkpoint] keep_best = { ... }"""
 
     count: int = Field(default=1, ge=1)
-    """How many."""
+    """How many checkpoints."""
     metric: str = "loss"
-    """Measure that they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
+    """Measure that ranks them: the loss, or a value of a [[metric]], by its name after "evaluation_"."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest is the best."""
 
@@ -284,7 +284,7 @@ class ShardingTable(SlotTable):
     """Short for name = "zero-N" (ZeRO). The data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3
     also parameters. The default is stage 0."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="before")  # before: then a missing stage still differs from stage = 0
     @classmethod
     def _one_of_both(cls, table: Any) -> Any:
         if isinstance(table, dict) and "name" in table and "stage" in table:
@@ -346,7 +346,7 @@ class LossSpikeTable(Table):
     factor: float = Field(gt=1)
     """A loss is a spike if it is above this many times the median of the losses before it."""
     window: int = Field(default=50, ge=2, le=10_000)
-    """How many losses the median is of; until there are as many, no loss is a spike."""
+    """Number of losses before it that the median is taken over; until there are this many, no loss is a spike."""
     action: Literal["stop", "skip", "rollback", "warn"] = "warn"
     """Reaction to a spike, before the update: as for non_finite, or a line on the screen."""
 

@@ -1,4 +1,4 @@
-"""TOML with the limits of a job file (64-bit integers, as the standard says, and limited nesting), and the lines of its keys."""
+"""TOML within the limits of a job file (64-bit integers, as the standard says, and limited nesting), and the lines of its keys."""
 
 from __future__ import annotations
 
@@ -15,27 +15,21 @@ Key = tuple[str | int, ...]
 
 _DEEPEST = 50
 _INTEGERS = range(-(2**63), 2**63)
-
-
 _TOO_DEEP = f"tables or arrays are nested too deeply, expected at most {_DEEPEST} levels"
 
 
-class LimitError(ValueError):
-    """TOML that exceeds the limits of a job file."""
-
-
 def parse(text: str) -> dict[str, Any]:
-    """Raises tomli.TOMLDecodeError, or LimitError."""
+    """The tables in `text`. Raises tomli.TOMLDecodeError for its syntax, another ValueError for the limits of a job file."""
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError:
-        raise
+        raise  # it is a ValueError, too
     except RecursionError:
-        raise LimitError(_TOO_DEEP) from None
+        raise ValueError(_TOO_DEEP) from None
     except ValueError:  # Python converts at most 4,300 digits to an integer
-        raise LimitError("found an integer of thousands of digits, expected one of 64 bits") from None
+        raise ValueError("found an integer of thousands of digits, expected one of 64 bits") from None
     if any(len(key) > _DEEPEST for key, _ in _walk(tables)):  # later code walks the tables by recursion
-        raise LimitError(_TOO_DEEP)
+        raise ValueError(_TOO_DEEP)
     return tables
 
 
@@ -84,7 +78,7 @@ def key_lines(text: str) -> Iterator[tuple[Key, int]]:
     lets tomli parse each by itself. A statement is complete as soon as tomli accepts it.
     """
     table: Key = ()
-    arrays: dict[Key, int] = {}
+    arrays: dict[Key, int] = {}  # the index of each array's last element
     opened: set[Key] = set()
     lines = text.split("\n")  # not splitlines: TOML knows no other line ends
     at = 0
@@ -99,20 +93,20 @@ def key_lines(text: str) -> Iterator[tuple[Key, int]]:
             if any(end in lines[at - 1] for end in _ENDS):  # not after every line: an array may have thousands
                 parsed = _parse("\n".join(lines[begin:at]))
         if parsed is None:
-            return
+            return  # the keys so far keep their lines; the others get the place of their table
         if re.match(r"\s*\[", first):
             table = _header(parsed, arrays)
             above = [table[:length] for length in range(1, len(table)) if table[:length] not in opened]
             opened.update(above)  # [a.b] implies [a]
             yield from ((key, begin + 1) for key in [*above, table])
         else:
-            yield from (((*table, *key), begin + 1) for key in _leaves(parsed))
+            yield from (((*table, *key), begin + 1) for key, _ in _walk(parsed) if key)
 
 
 def _parse(statement: str) -> dict[str, Any] | None:
     try:
         return parse(statement)
-    except (tomli.TOMLDecodeError, LimitError):
+    except ValueError:
         return None
 
 
@@ -129,11 +123,3 @@ def _header(parsed: dict[str, Any], arrays: dict[Key, int]) -> Key:
         if value and key in arrays and isinstance(value, dict):
             key = (*key, arrays[key])  # [logger.x] below [[logger]] belongs to its last element
     return key
-
-
-def _leaves(value: Any, key: Key = ()) -> Iterator[Key]:
-    """Every key below `value`, tables and arrays included."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, below in items:
-        yield (*key, name)
-        yield from _leaves(below, (*key, name))

@@ -1,5 +1,5 @@
-"""Errors of other people's code as sentences: the plugin, the callable of the job file or the layer of the model that raised, and
-the frames of its files alone."""
+"""Errors of other people's code as sentences: the plugin, the job file's callable or the model's layer that raised, and the frames
+of its files alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG = logging.getLogger("hpctrain")
 
 _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
 _USERS_MODEL = "hpctrain.plugins.user_code.model"
-_HERE = str(Path(__file__).parents[1])
+_HERE = str(Path(__file__).parents[1])  # of a checkout, too, which lies in none of Python's directories
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
@@ -50,16 +50,16 @@ def users_code(what: str) -> Iterator[None]:
         yield
     except HpctrainError:
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:
-        said, frames = f"{what} {_raised(error)}", _users_frames(error.__traceback__)
+    except (Exception, SystemExit, GeneratorExit) as error:  # a script's sys.exit must not end a rank without a word
+        sentence, frames = f"{what} {raised(error)}", _users_frames(error.__traceback__)
         if frames:
-            raise TrainingError(f"{said}\n{frames}") from error
-        raise UsageError(f"{said}; check what is called and its arguments, the other keys of the table") from error
+            raise TrainingError(f"{sentence}\n{frames}") from error
+        raise UsageError(f"{sentence}; check what is called and its arguments, the other keys of the table") from error
 
 
 def retell_model_error(error: BaseException | None) -> None:
-    """Raise TrainingError if the user's own model or loss raised `error` on a batch, or a layer in a forward that an axis cuts into
-    stages; do nothing for other errors.
+    """Raise TrainingError if the user's own model or loss raised `error` on a batch, or if a layer did in a forward that an axis
+    cuts into stages; do nothing for other errors.
 
     Called late, because an axis may explain an error of its first micro batch better.
     """
@@ -74,15 +74,15 @@ def retell_model_error(error: BaseException | None) -> None:
         batch = f", on a batch of {_shapes(called.get('batch'))}"
     else:
         while error is not None and not failing_layer(error.__traceback__):
-            error = error.__cause__
+            error = error.__cause__  # torch's pipeline schedules wrap the error of a stage
         if error is None:
             return
         trace = error.__traceback__
     if is_communication(trace):
         return
     LOG.info("%s failed", what, exc_info=error)
-    said = f"{what} {_raised(error)}{failing_layer(trace)}{batch}"
-    raise TrainingError(f"{said}\n{_users_frames(trace)}".rstrip()) from error
+    sentence = f"{what} {raised(error)}{failing_layer(trace)}{batch}"
+    raise TrainingError(f"{sentence}\n{_users_frames(trace)}".rstrip()) from error
 
 
 def _calls_users_model(frame: FrameType) -> bool:
@@ -94,10 +94,10 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     """A sentence with the error, the plugin and its method, and the frames from there on."""
     call = _call_of(error, registry)
     if call is None:
-        return f"the plugin {_raised(error)}"
+        return f"the plugin {raised(error)}"
     source, trace = call
     frames = "".join(traceback.format_tb(trace)).rstrip()
-    return f"the plugin {source} {_raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
+    return f"the plugin {source} {raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
 
 
 def failing_layer(trace: TracebackType | None) -> str:
@@ -106,32 +106,33 @@ def failing_layer(trace: TracebackType | None) -> str:
     Such as ", in the layer blocks.2 of Model, Linear(...), on (8, 16) float32".
     """
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(trace) if frame.f_code is MODULE_CALL]
+    # the modules of an axis are not the user's
     calls = [call for call in calls if not type(call["self"]).__module__.startswith("hpctrain_plugins.parallelism.")]
     if not calls:
         return ""
     outer, inner, last = calls[0]["self"], calls[-1]["self"], calls[-1]
-    name = next((name for name, one in outer.named_modules() if one is inner), "")
+    name = next((name for name, module in outer.named_modules() if module is inner), "")
     if not (name or type(inner).__module__.startswith("torch.")):
         return ""  # the user's own model: the sentence and the frames say so
-    inputs = [one for one in (*last["args"], *last["kwargs"].values()) if isinstance(one, Tensor)]
+    inputs = [value for value in (*last["args"], *last["kwargs"].values()) if isinstance(value, Tensor)]
     shapes = ", ".join(map(_shape, inputs))
     try:
         kind = repr(inner)
     except Exception:  # the user's own extra_repr
         kind = ""
-    kind = type(inner).__name__ if "\n" in kind or not kind else kind
-    return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (
-        f", on {shapes}" if shapes else ""
-    )
+    kind = type(inner).__name__ if "\n" in kind or not kind else kind  # several lines: it has submodules
+    layer = f"the layer {name} of {type(outer).__name__}, " if name else ""
+    return f", in {layer}{kind}" + (f", on {shapes}" if shapes else "")
 
 
 def retell_plugin_error(error: BaseException | None, registry: Registry, identity: Identity | None = None) -> None:
-    """Raises TrainingError with the plugin that raised `error`, and its frames. The log gets the full traceback.
+    """Raise TrainingError with the plugin that raised `error`, and its frames. The log gets the full traceback.
 
     Does nothing for hpctrain's own errors, for errors of communication, and if no third party's plugin raised the error.
     """
     while error is not None and not isinstance(error, (HpctrainError, CommunicationError)):
         call = _call_of(error, registry)
+        # a first-party plugin that raises is hpctrain's own fault: its traceback stays whole
         if (
             call is not None
             and not call[0].module.startswith(("hpctrain_plugins.", "hpctrain_tools."))
@@ -144,22 +145,23 @@ def retell_plugin_error(error: BaseException | None, registry: Registry, identit
 
 
 def _call_of(error: BaseException, registry: Registry) -> tuple[ModuleSource, TracebackType] | None:
-    """The plugin whose code was called last before the error, and that call; None if no plugin was involved.
+    """The plugin that was called last before the error, and that call; None if no plugin was involved.
 
     A plugin's code is everything in its distribution's package. The source's module is the one that was called.
     """
-    found, before, trace = None, None, error.__traceback__
+    call, before, trace = None, None, error.__traceback__
     while trace is not None:
         module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        holding = [one for one in registry.sources if _holds(one.module, module)]
-        source = next((one for one in holding if one.module == module), holding[0] if holding else None)
-        if source is not None and before is None:
-            found = replace(source, module=module), trace
+        sources = [source for source in registry.sources if _holds(source.module, module)]
+        source = next((source for source in sources if source.module == module), sources[0] if sources else None)
+        if source is not None and before is None:  # from outside into a plugin: calls within it don't count
+            call = replace(source, module=module), trace
         before, trace = source, trace.tb_next
-    return found
+    return call
 
 
 def _holds(plugin: str, module: str) -> bool:
+    """Whether `module` belongs to the package of the module `plugin`."""
     package = plugin.rpartition(".")[0]
     return module == plugin or module.startswith(f"{plugin}.") or bool(package and module.startswith(f"{package}."))
 
@@ -169,7 +171,8 @@ def _method(trace: TracebackType) -> str:
     return str(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on, it includes the class
 
 
-def _raised(error: BaseException) -> str:
+def raised(error: BaseException) -> str:
+    """The end of a sentence: "raised ValueError: its message"."""
     return f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
 
 

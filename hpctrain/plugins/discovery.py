@@ -1,4 +1,4 @@
-"""Finds plugin modules (entry points of the group `hpctrain`, `[plugins] load`) and checks each of them.
+"""Finds plugin modules (entry points of the group `hpctrain`, `[plugins] load`) and registers the hooks of each.
 
 An unusable module becomes a `Fault` instead of an exception: the job may not need it.
 """
@@ -33,16 +33,16 @@ class Fault:
 
     why: str
     key: tuple[str, str] | None = None
-    """The slot and the name of the one plugin that it is about; None for the whole module."""
+    """The slot and the name of the plugin at fault; None for the whole module."""
 
     def is_about(self, slot: str, name: str) -> bool:
-        """Whether the plugin with this name is unusable; of a whole module, the entry point's name says which it would provide."""
+        """Whether the plugin with this name is unusable: by the key or, for a whole module, by its entry point's name."""
         return self.key == (slot, name) or (self.key is None and self.source.entry_point == f"{slot}.{name}")
 
 
 @hookspec
 def _registration() -> list[type[Plugin]]:
-    """The specification of each slot's registration hook: it is called once and returns plugin classes of the slot."""
+    """The specification of each slot's registration hook, which returns plugin classes of the slot. It is called once."""
     return []
 
 
@@ -57,17 +57,19 @@ def new_manager() -> pluggy.PluginManager:
 
 def sources_of(modules: Sequence[str], block: Collection[str]) -> tuple[list[ModuleSource], list[Fault]]:
     """The sources of all plugin modules, and the faults of those that `block` names by entry point, module or distribution."""
-    found = (source for source in entry_points() if source.command is None)
-    sources = sorted(found, key=lambda s: (s.distribution, s.entry_point))
-    known = {source.module for source in sources}
-    sources += [ModuleSource(module) for module in modules if module not in known]
+    plugins = (source for source in entry_points() if source.command is None)
+    # the same order on all ranks, in which hooks that communicate are called
+    sources = sorted(plugins, key=lambda s: (s.distribution, s.entry_point))
+    installed = {source.module for source in sources}
+    sources += [ModuleSource(module) for module in modules if module not in installed]
     blocked = {source.module for source in sources if source.names & {*block}}
-    faults = [Fault(one, "blocked", "it is listed in [plugins] block") for one in sources if one.module in blocked]
+    why = "it is listed in [plugins] block"
+    faults = [Fault(source, "blocked", why) for source in sources if source.module in blocked]
     return [source for source in sources if source.module not in blocked], faults
 
 
 def load(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
-    """Import and register one module; return a sentence if that fails."""
+    """Import and register a module; return a sentence if that fails."""
     module = usable_module(source, import_module if source.distribution else import_from_here)
     return module if isinstance(module, str) else register(manager, module, source.key)
 
@@ -87,24 +89,22 @@ def register(manager: pluggy.PluginManager, part: object, name: str) -> str | No
         return str(error)
     manager.unregister(name=name)  # pluggy has kept the hooks before the wrong one
     if unknown:
-        known = [caller for caller, spec in vars(manager.hook).items() if getattr(spec, "spec", None) is not None]
-        near = get_close_matches(unknown[0], known, 1, 0.9)
-        why = f"it implements the hook {unknown[0]!r}, which does not exist" + (
-            f"; did you mean {near[0]!r}?" if near else ""
-        )
+        specified = [hook for hook, caller in vars(manager.hook).items() if getattr(caller, "spec", None) is not None]
+        near = get_close_matches(unknown[0], specified, 1, 0.9)  # all are alike: they start with hpctrain_
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        why = f"it implements the hook {unknown[0]!r}, which does not exist{hint}"
     return why
 
 
-# the directories that have been current ones: a program may change to another
-_left: set[str] = set()
+_left: set[str] = set()  # former current directories: a program may change to another
 
 
 def import_from_here(module: str) -> ModuleType:
     """Import a module that the job names, also from the current directory: behind all that is installed, since others may be able
-    to write there. Raises ImportError where an installed module has the name of one there."""
+    to write there. Raises ImportError where an installed module has the name of a file there."""
     here = Path.cwd()
     if str(here) not in sys.path:
-        sys.path[:] = [*(one for one in sys.path if one not in _left), str(here)]
+        sys.path[:] = [*(entry for entry in sys.path if entry not in _left), str(here)]
         _left.add(str(here))
     near = here.joinpath(*module.split("."))
     if near.with_suffix(".py").exists() or (near / "__init__.py").exists():
@@ -112,10 +112,8 @@ def import_from_here(module: str) -> ModuleType:
         with suppress(ValueError):  # of a module that was made by hand
             spec = find_spec(top)
             places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
-            are_here = [
-                Path(one).resolve().is_relative_to(here.resolve()) for one in places if one and one.startswith("/")
-            ]
-            if places and not any(are_here):
+            files = [Path(place).resolve() for place in places if place and place.startswith("/")]
+            if places and not any(file.is_relative_to(here.resolve()) for file in files):
                 raise ImportError(
                     f"{module} is in the current directory, but {top} is the module {places[0]}: rename it"
                 )

@@ -1,5 +1,5 @@
-"""Plugin modules by their entry points, of the group `hpctrain`, and their import. Without torch and pydantic, for the help of
-commands."""
+"""Plugin modules by their entry points, of the group `hpctrain`, and their import. Imports neither torch nor pydantic, which the
+help of commands would wait for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import ModuleType
 from hpctrain.plugins.hookspecs import PROJECT
 
 COMMAND = "command"
-"""The begin of the name of a command's entry point, "command.NAME"."""
+"""The first part of the name of a command's entry point, "command.NAME"."""
 RAISED = (Exception, SystemExit)
-"""Exceptions of a module of somebody else's that must not end the command which imports it."""
+"""Exceptions of a third party's module that must not end the command which imports it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ModuleSource:
 
     @property
     def slot(self) -> str:
-        """The begin of the entry point's name."""
+        """The first part of the entry point's name."""
         return self.entry_point.partition(".")[0]
 
     @property
@@ -54,17 +54,17 @@ class ModuleSource:
 
 
 def entry_points() -> Iterator[ModuleSource]:
-    """Every installed entry point of the group, in a fixed order. A distribution found twice counts once."""
-    seen = set()
-    for distribution in importlib.metadata.distributions():
+    """Every installed entry point of the group. A distribution that is installed twice counts once, as Python imports it."""
+    listed = set()
+    for distribution in importlib.metadata.distributions():  # in the order of sys.path
         points = [point for point in distribution.entry_points if point.group == PROJECT]
         if not points:
             continue  # most have none, and their metadata is long
         metadata = distribution.metadata  # parsed anew each time
         name = metadata["Name"]
         for point in points:
-            if (name, point.name) not in seen:
-                seen.add((name, point.name))
+            if (name, point.name) not in listed:
+                listed.add((name, point.name))
                 yield ModuleSource(point.value, name, metadata["Version"], point.name)
 
 
@@ -74,6 +74,7 @@ def usable_module(source: ModuleSource, load: Callable[[str], ModuleType]) -> Mo
         return load(source.module)
     except ImportError as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # else the module itself, or a package around it, is missing
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"

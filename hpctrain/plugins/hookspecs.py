@@ -46,8 +46,8 @@ class LifeCycleHooks:
 
     @hookspec
     def hpctrain_measured(self, names: Sequence[str]) -> None:
-        """Called before the first step with what evaluations measure, such as "loss" and "accuracy", where a micro batch has
-        told. Raise UsageError for a name that is not among them."""
+        """Called before the first step with the names of what evaluations measure, such as "loss" and "accuracy", if a trial with
+        a micro batch could tell them. Raise UsageError for a name that is not among them."""
 
     @hookspec
     def hpctrain_outputs(self, step: int, batch: Batch, outputs: Any) -> None:

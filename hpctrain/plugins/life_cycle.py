@@ -16,7 +16,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
-from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.blame import raised, raised_in
 from hpctrain.plugins.discovery import register
 from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.json_collectives import gather_values
@@ -37,8 +37,9 @@ class LifeCycle:
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
-        # steps of this run so far; parts of the run that join later, and when
+        # steps of this run so far; parts that join later, and after which step
         self._steps, self._later = 0, list[tuple[int, object]]()
+        # numbered, since pluggy wants different names
         chosen = [(f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
         chosen += [] if profiler is None else [("[profile]", "profile", profiler)]
         self._chosen = [hook for _, _, hook in chosen]
@@ -47,14 +48,14 @@ class LifeCycle:
 
     def _look(self) -> None:
         """Note which hooks anything implements: the others cost nothing."""
-        self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
-        self._shown_outputs = bool(self._implementations("hpctrain_outputs"))
+        self._watches_phases = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
+        self._sees_outputs = bool(self._implementations("hpctrain_outputs"))
         ending = self._implementations("hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation")
-        self.can_end = any("control" in one.argnames for one in ending)
+        self.can_end = any("control" in hook.argnames for hook in ending)
         """Whether any plugin takes a Control, which lets it end the run."""
 
     def _start(self, registry: Registry, place: str, slot: str, hook: Hook) -> object:
-        """place: of the hook in the job."""
+        """Start a hook and register what it returned. place: of the hook in the job."""
         key = f"{place} {hook.name}"
         self._sources[key] = f"{hook.name} of {registry.find(slot, hook.name).source}"
         try:
@@ -70,27 +71,27 @@ class LifeCycle:
         return started
 
     def refuse_differences(self) -> None:
-        """Raises ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
-        mine = [sorted(caller.name for caller in self._manager.get_hookcallers(one) or ()) for one in self._started]
+        """Raise ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
+        mine = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
         if not mine:
-            return
-        for rank, found in enumerate(everyone := gather_values(mine)):
-            for hook, here, there in zip(self._chosen, everyone[0], found, strict=True):
-                if here != there:
-                    told = f"started with {', '.join(there)} on rank {rank} and {', '.join(here)} on rank 0"
-                    raise broken(hook, told, "the same hooks on all ranks: some of them communicate")
+            return  # a job without hooks: it is the same on all ranks
+        for rank, theirs in enumerate(everyone := gather_values(mine)):
+            for hook, first, other in zip(self._chosen, everyone[0], theirs, strict=True):
+                if first != other:
+                    fault = f"started with {', '.join(other)} on rank {rank} and {', '.join(first)} on rank 0"
+                    raise broken(hook, fault, "the same hooks on all ranks: some of them communicate")
 
     def close(self) -> None:
-        """The run is over."""
+        """Call the hooks of this run no more."""
         for started in self._started:
             self._manager.unregister(started)
 
     def join(self, part: object, after: int = 0) -> None:
-        """Call the hooks of `part`, too, from now on or when so many more steps are done."""
+        """Call the hooks of `part`, too, from now on or `after` this many more steps."""
         if after > 0:
             self._later.append((self._steps + after, part))
             return
-        key = f"{type(part).__module__}.{type(part).__qualname__} {id(part)}"
+        key = f"{type(part).__module__}.{type(part).__qualname__} {id(part)}"  # several of a class may join
         self._sources[key] = key.partition(" ")[0]
         fault = register(self._manager, part, key)
         if fault is not None:
@@ -99,13 +100,12 @@ class LifeCycle:
         self._look()
 
     def step_done(self) -> None:
-        """A step is over: let those join that have waited for it."""
+        """Count a step, and let those join that have waited for it."""
         self._steps += 1
-        if self._later:
-            due = [part for step, part in self._later if step <= self._steps]
-            self._later = [one for one in self._later if one[0] > self._steps]
-            for part in due:
-                self.join(part)
+        due = [part for step, part in self._later if step <= self._steps]
+        self._later = [(step, part) for step, part in self._later if step > self._steps]
+        for part in due:
+            self.join(part)
 
     def leave(self, part: object) -> None:
         """Call the hooks of `part` no more."""
@@ -118,7 +118,7 @@ class LifeCycle:
         self.position.move(doing)
 
     def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
-        return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]
+        return [implementation for hook in hooks for implementation in getattr(self._hooks, hook).get_hookimpls()]
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """The results of the implementations, without None. Any error becomes a TrainingError with the plugin's name, except
@@ -126,25 +126,24 @@ class LifeCycle:
         caller, model = getattr(self._hooks, hook), arguments.get("model")
         module = None if model is None or not model.module.training else model.module
         try:
-            found: list[Any] = caller(**arguments)
+            results: list[Any] = caller(**arguments)
             if module is not None and not module.training:
                 self._refuse_evaluation_mode(hook, caller)
-            return found
+            return results
         except HpctrainError:
             raise
         except Exception as error:
             LOG.info("a plugin failed in %s", hook, exc_info=True)
             frames, who = self._where(caller, error.__traceback__)
-            said = f"{who} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
-            raise TrainingError(f"{said} in {hook}{self._here}\n{frames}".rstrip()) from error
+            raise TrainingError(f"{who} {raised(error)} in {hook}{self._here}\n{frames}".rstrip()) from error
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """The context of a phase of `step`, counted from 0."""
-        return self._phase(name, step) if self._watched else self.position.inside(name, step)
+        return self._phase(name, step) if self._watches_phases else self.position.inside(name, step)
 
     def forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
-        """A forward of the training is done. Costs nothing if no plugin implements the hook."""
-        if self._shown_outputs:
+        """Show plugins the outputs of a forward. Costs nothing if none implements the hook."""
+        if self._sees_outputs:
             self.call("hpctrain_outputs", step=step, outputs=outputs, batch=batch)
 
     @contextmanager
@@ -155,8 +154,8 @@ class LifeCycle:
         self.call("hpctrain_phase_end", phase=name, step=step)
 
     def _refuse_evaluation_mode(self, hook: str, caller: pluggy.HookCaller) -> NoReturn:
-        """Raises TrainingError that names whoever may have left the model in evaluation mode."""
-        names = [self._sources.get(one.plugin_name, one.plugin_name) for one in caller.get_hookimpls()]
+        """Raise TrainingError that names every plugin that may have left the model in evaluation mode."""
+        names = [self._sources.get(impl.plugin_name, impl.plugin_name) for impl in caller.get_hookimpls()]
         raise TrainingError(
             f"the plugin {' or '.join(names)} left the model in evaluation mode in {hook}{self._here}, where dropout and batch "
             "norms do not train; expected module.train() again at its end"
@@ -164,10 +163,10 @@ class LifeCycle:
 
     def _where(self, caller: pluggy.HookCaller, trace: TracebackType | None) -> tuple[str, str]:
         """The frames from the failed implementation on, and its plugin."""
-        of = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in caller.get_hookimpls()}
-        while trace is not None and trace.tb_frame.f_code not in of:
+        names = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in caller.get_hookimpls()}
+        while trace is not None and trace.tb_frame.f_code not in names:  # pluggy's own frames come first
             trace = trace.tb_next
-        if trace is None:
+        if trace is None:  # an implementation without a code of its own, such as a functools.partial
             return "", "a plugin"
-        name = of[trace.tb_frame.f_code]
+        name = names[trace.tb_frame.f_code]
         return "".join(traceback.format_tb(trace)), f"the plugin {self._sources.get(name, name)}"

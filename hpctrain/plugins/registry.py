@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ _HUB = '; names of the Hugging Face hub are not taken: name a function that load
 class Registered:
     """A plugin: its class and its origin."""
 
-    slot: Slot
     cls: type[Plugin]
     source: ModuleSource
 
@@ -37,8 +36,8 @@ class Registered:
 class Registry:
     """The installed plugins. faults: unusable modules and plugins.
 
-    A first-party module, whose entry points have the names of its plugins, is imported when one of them is asked for, or all of
-    its slot: most jobs use a fourth of them. Others may call their entry points as they like.
+    A first-party module is imported when one of its plugins is asked for, or all of a slot: most jobs use a fourth of the modules.
+    Its entry points have the plugins' names; other distributions may name theirs as they like, so they are imported at once.
     """
 
     manager: pluggy.PluginManager
@@ -52,13 +51,13 @@ class Registry:
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
     claims: dict[tuple[str, str], list[Registered]] = field(default_factory=dict)
-    """Everything that was imported, by slot and name: one of them has the name."""
+    """Every imported plugin, by slot and name: several may claim a name, and one of them gets it."""
 
     def load(self, sources: Sequence[ModuleSource]) -> None:
         """Import modules that wait, and take their plugins."""
         claimed = set()
         for module in dict.fromkeys(source.module for source in sources):
-            own = [source for source in self.waiting if source.module == module]
+            own = [source for source in self.waiting if source.module == module]  # one for each of its plugins
             self.waiting = [source for source in self.waiting if source.module != module]
             why = load(self.manager, own[0])
             if why is not None:
@@ -68,17 +67,17 @@ class Registry:
             for slot in SLOTS.values():
                 for hook in getattr(self.manager.hook, slot.hook).get_hookimpls():
                     if hook.plugin_name == own[0].key:
-                        for one in _collect(self, slot, own, hook.function):
-                            self.claims.setdefault(key := (slot.name, one.cls.name), []).append(one)
+                        for plugin in self._collect(slot, own, hook.function):
+                            self.claims.setdefault(key := (slot.name, plugin.cls.name), []).append(plugin)
                             claimed.add(key)
-        for key in sorted(claimed):
-            _settle(self, key, self.claims[key])
+        for key in sorted(claimed):  # once all are imported: whoever comes first must not decide
+            self._settle(key)
 
     def complete(self, *slots: str) -> None:
         """Import what waits in these slots, or everything."""
         self.load([source for source in self.waiting if not slots or source.slot in slots])
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
         keys = sorted(self.used & self.remarks.keys())
         return [f"plugin {self.entries[key].source}: {self.remarks[key]}" for key in keys]
@@ -88,34 +87,29 @@ class Registry:
         self.complete(slot)
         return sorted(name for kind, name in self.entries if kind == slot)
 
-    def made(self, slot: str) -> list[Any]:
+    def instances(self, slot: str) -> list[Any]:
         """The plugins of `slot` that can be created without options, by name."""
-        self.complete(slot)
         plugins = []
-        for (kind, _), entry in sorted(self.entries.items(), key=lambda one: one[0]):
-            if kind == slot:
-                try:
-                    plugins.append(self.make(entry.cls, entry.cls.Options()))
-                except ValidationError:
-                    continue  # it has required options: only a job that names it can use it
-                except Exception as error:  # a third party's code
-                    self.faults.append(
-                        Fault(entry.source, "broken", f"making it raised {type(error).__name__}: {error}")
-                    )
+        for entry in [self.entries[slot, name] for name in self.names(slot)]:
+            try:
+                plugins.append(self.make(entry.cls, entry.cls.Options()))
+            except ValidationError:
+                continue  # it has required options: only a job that names it can use it
+            except Exception as error:  # a third party's code
+                why = f"making it raised {type(error).__name__}: {error}"
+                self.faults.append(Fault(entry.source, "broken", why))
         return plugins
 
     def make(self, cls: Any, options: Any, held: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
         """A plugin with its options and the plugins that they choose and hold. Raises UsageError for an unknown plugin."""
-        chosen = {option: self.find(slot, getattr(options, option)).cls for option, slot in cls.chooses.items()}
-        made = {option: self.make(one, one.Options()) for option, one in chosen.items()}
-        given = {**({"chosen": made} if cls.chooses else {}), **({"held": held} if cls.holds else {})}
-        return cls(options, **given)
+        classes = {option: self.find(slot, getattr(options, option)).cls for option, slot in cls.chooses.items()}
+        chosen = {option: self.make(inner, inner.Options()) for option, inner in classes.items()}
+        # most constructors take options alone
+        return cls(options, **({"chosen": chosen} if cls.chooses else {}), **({"held": held} if cls.holds else {}))
 
     def find(self, slot: str, name: str) -> Registered:
         """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""
         self.load([source for source in self.waiting if source.entry_point == f"{slot}.{name}"])
-        if (slot, name) not in self.entries:
-            self.complete(slot)
         entry = self.entries.get((slot, name))
         if entry is not None:
             self.used.add((slot, name))
@@ -126,8 +120,56 @@ class Registry:
         near = difflib.get_close_matches(name, self.names(slot), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         of_hub = _HUB if slot in ("model", "dataset") and not near else ""
-        known = ", ".join(self.names(slot)) or "none"
-        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
+        installed = ", ".join(self.names(slot)) or "none"
+        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {installed}){of_hub}")
+
+    def _collect(self, slot: Slot, sources: Sequence[ModuleSource], function: Callable[[], Any]) -> list[Registered]:
+        """Call one registration hook of one module, so that a failure affects this module alone. Returns its usable plugins.
+
+        sources: the module's entry points.
+        """
+        module = sources[0]
+        try:
+            classes = function()
+        except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
+            self.faults.append(Fault(module, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
+            return []
+        if not isinstance(classes, (list, tuple)):
+            why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
+            self.faults.append(Fault(module, "broken", why))
+            return []
+        usable = []
+        for cls in classes:
+            fault = _class_fault(slot, cls)
+            name = getattr(cls, "name", None)
+            source = next((source for source in sources if source.entry_point == f"{slot.name}.{name}"), module)
+            if fault is None:
+                usable.append(Registered(cls, source))
+            else:
+                key = (slot.name, name) if isinstance(name, str) else None
+                self.faults.append(Fault(source, "broken", fault, key))
+        return usable
+
+    def _settle(self, key: tuple[str, str]) -> None:
+        """Decide which plugin gets the name `key`: another distribution's rather than hpctrain's, so that people can replace it."""
+        others = [plugin for plugin in self.claims[key] if plugin.source.distribution != OWN] or self.claims[key]
+        if len(others) > 1:
+            both = " and ".join(str(plugin.source) for plugin in others)
+            for source in (plugin.source for plugin in others):
+                why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{source.module}"]'
+                fault = Fault(source, "broken", f"{why}, or uninstall it", key)
+                self.faults += [] if fault in self.faults else [fault]  # hpctrain's own may have come later
+            return
+        (chosen,) = others
+        self.entries[key] = chosen
+        unused = [str(plugin.source) for plugin in self.claims[key] if plugin is not chosen]
+        broken = [fault for fault in self.faults if fault.state == "broken" and fault.is_about(*key)]
+        what = f"it provides the {key[0]} {key[1]!r}"
+        if broken and chosen.source.distribution == OWN:
+            self.remarks[key] = f"{what}, since {broken[0].source} is broken: {broken[0].why}"
+        if unused:
+            how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
+            self.remarks[key] = f"{what}, and {' and '.join(unused)} is not used; {how}"
 
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), complete: bool = True) -> Registry:
@@ -142,57 +184,6 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), compl
     return registry
 
 
-def _collect(registry: Registry, slot: Slot, sources: Sequence[ModuleSource], function: object) -> list[Registered]:
-    """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins.
-
-    sources: the module's entry points.
-    """
-    module = sources[0]
-    try:
-        classes = function()  # type: ignore[operator]
-    except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
-        registry.faults.append(Fault(module, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
-        return []
-    if not isinstance(classes, (list, tuple)):
-        why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
-        registry.faults.append(Fault(module, "broken", why))
-        return []
-    usable = []
-    for cls in classes:
-        fault = _class_fault(slot, cls)
-        name = getattr(cls, "name", None)
-        source = next((one for one in sources if one.entry_point == f"{slot.name}.{name}"), module)
-        if fault is None:
-            usable.append(Registered(slot, cls, source))
-        else:
-            key = (slot.name, name) if isinstance(name, str) else None
-            registry.faults.append(Fault(source, "broken", fault, key))
-    return usable
-
-
-def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Registered]) -> None:
-    """Decide who has the name `key`: another distribution rather than hpctrain."""
-    others = [one for one in claimants if one.source.distribution != OWN] or claimants
-    if len(others) > 1:
-        both = " and ".join(str(one.source) for one in others)
-        for one in others:
-            why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{one.source.module}"]'
-            fault = Fault(one.source, "broken", f"{why}, or uninstall it", key)
-            registry.faults += [] if fault in registry.faults else [fault]  # hpctrain's own may have come later
-        return
-    (chosen,) = others
-    registry.entries[key] = chosen
-    left = [one.source for one in claimants if one is not chosen]
-    broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key)]
-    if broken and chosen.source.distribution == OWN:
-        why = f"since {broken[0].source} is broken: {broken[0].why}"
-        registry.remarks[key] = f"it provides the {key[0]} {key[1]!r}, {why}"
-    if left:
-        how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
-        unused = " and ".join(map(str, left))
-        registry.remarks[key] = f"it provides the {key[0]} {key[1]!r}, and {unused} is not used; {how}"
-
-
 def _class_fault(slot: Slot, cls: object) -> str | None:
     """The reason why `cls` cannot be a plugin of `slot`."""
     expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
@@ -200,29 +191,29 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
         return f"{expected}, found {cls!r}"
     if not isinstance(getattr(cls, "name", None), str) or not cls.name:
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
-    called, missing = f"{cls.__qualname__} ({cls.name})", sorted(getattr(cls, "__abstractmethods__", ()))
+    what, missing = f"{expected}, and {cls.__qualname__} ({cls.name})", sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        return f"{expected}, and {called} lacks {', '.join(missing)}"
+        return f"{what} lacks {', '.join(missing)}"
     unfit = _unfit_method(cls)
     if unfit:
-        return f"{expected}, and {called}: {unfit}"
+        return f"{what}: {unfit}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
-    if taken:
-        return f"{expected}, and {called} has the options {', '.join(taken)}, which are keys of the core's"
+    if taken:  # the core reads these first: the plugin would never see them
+        return f"{what} has the options {', '.join(taken)}, which are keys of the core's"
     return None
 
 
 def _unfit_method(cls: type) -> str:
     """A clause about a method of `cls` that can't be called as its contract's is; "" if all can."""
-    contracts = [one for one in cls.__mro__ if one.__module__.startswith("hpctrain.contracts.")]
-    for name, method in ((name, method) for one in contracts for name, method in vars(one).items()):
-        own = inspect.getattr_static(cls, name)
+    contracts = [base for base in cls.__mro__ if base.__module__.startswith("hpctrain.contracts.")]
+    for name, method in ((name, method) for base in contracts for name, method in vars(base).items()):
+        own = inspect.getattr_static(cls, name)  # as it is in the class: not bound, no property's value
         if own is method or name == "__init__" or not (inspect.isfunction(own) and inspect.isfunction(method)):
             continue
-        called = [one.name for one in inspect.signature(method).parameters.values()]
+        arguments = list(inspect.signature(method).parameters)
         try:
-            inspect.signature(own, follow_wrapped=False).bind(*called)
+            inspect.signature(own, follow_wrapped=False).bind(*arguments)  # a wrapper is what is called
         except TypeError:
             taken = ", ".join([*inspect.signature(own).parameters][1:])
-            return f"`{name}` is called with ({', '.join(called[1:])}), and takes ({taken})"
+            return f"`{name}` is called with ({', '.join(arguments[1:])}), and takes ({taken})"
     return ""

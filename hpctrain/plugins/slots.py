@@ -34,7 +34,7 @@ class Slot:
     key: str | None
     contract: type[Plugin]
     numbered: tuple[str, str] | None = None
-    """A key whose number stands for a plugin's name, and the name's prefix before the number; 0 if no key chooses."""
+    """A key whose number stands for a plugin's name, and the name's prefix before it. Without either key the number is 0."""
     inner: bool = False
     """Whether the slot has no table: an option of another slot's plugin chooses (`Plugin.chooses`)."""
     many: bool = False
@@ -80,14 +80,14 @@ def table_class(slot: Slot) -> type[BaseModel]:
     if slot.key is None:
         return AxisTable if slot.name == "parallelism" else SchedulerTable
     annotation = Job.model_fields[slot.name].annotation
-    found = get_args(annotation)[0] if slot.many else annotation
-    assert isinstance(found, type) and issubclass(found, BaseModel)
-    return found
+    table = get_args(annotation)[0] if slot.many else annotation  # list[LoggerTable]
+    assert isinstance(table, type) and issubclass(table, BaseModel)
+    return table
 
 
 def choice_of(slot: Slot, table: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key that chooses the plugin of a table, and the plugin's name; no text if it is missing or of a wrong type, which the
-    core's table reports."""
+    """The key that chooses the plugin of a table, and the plugin's name. The name is no text where the key is missing or of a wrong
+    type; the core's table reports that."""
     assert slot.key is not None
     if slot.numbered is not None and slot.key not in table:
         short, prefix = slot.numbered

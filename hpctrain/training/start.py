@@ -243,7 +243,7 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
         for fault in checked.registry.faults:
             if fault.state == "broken":
                 tell(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}")
-        for remark in checked.registry.told():
+        for remark in checked.registry.notes():
             tell(f"hpctrain: warning: {remark}")
     return checked
 

@@ -190,7 +190,7 @@ def _restore(path: Path) -> int:
     from hpctrain.checkpoint.store import CheckpointStore
     from hpctrain.plugins.registry import build_registry
 
-    formats = build_registry(()).made("checkpoint")
+    formats = build_registry(()).instances("checkpoint")
     whole = find_checkpoint(Path("whole"), formats)
     tensors = whole.format.tensors(Path("whole")).items()
     pieces = [Piece.whole(name, torch.zeros(one.shape, dtype=one.dtype)) for name, one in tensors]

@@ -318,7 +318,7 @@ def foreign_steps(
     """The job of `tables` with a user's module, sample by sample."""
     seed, size = tables["job"]["seed"], tables["batch"]["global_size"]
     trained = [p for p in module.parameters() if p.requires_grad]
-    dataset = UserDataset.from_table("modules:samples", {})
+    dataset = UserDataset("modules:samples", {})
     opened = dataset.open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order = SampleOrder(len(opened), seed, opened.fingerprint())

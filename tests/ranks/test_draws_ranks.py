@@ -30,7 +30,7 @@ def test_augmentation_is_that_of_one_process(root) -> None:
     rows = train_here({**tables, "job": {**tables["job"], "steps": 6}}).rows + train_here(tables).rows
     module = built(tables, drawn.model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    opened = UserDataset.from_table("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
+    opened = UserDataset("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(50, 9, opened.fingerprint()), []
     draws = Draws(9, opened)

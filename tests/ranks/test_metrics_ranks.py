@@ -36,7 +36,7 @@ def test_losses_by_name(root, layout: dict[str, Any]) -> None:
     try:
         module = built(tables, sequence_of_halves)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
-        opened = UserDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
+        opened = UserDataset("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
         assert opened is not None
         order = SampleOrder(len(opened), 3, opened.fingerprint())
         for step, row in enumerate(found.rows):

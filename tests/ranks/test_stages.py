@@ -328,7 +328,7 @@ def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
         module = built(tables, Normed)
     finally:
         torch.set_default_dtype(torch.float32)
-    opened = UserDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
+    opened = UserDataset("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
     assert isinstance(opened, Samples)
     order = SampleOrder(len(opened), 3, opened.fingerprint())
     evaluated = []

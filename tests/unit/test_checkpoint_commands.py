@@ -413,10 +413,13 @@ def test_a_full_disk_is_told_and_leaves_nothing(command: Command, tmp_path: Path
     [
         ({1: torch.ones(1)}, "holds [1], expected a state dict"),
         ({"\x1b[2J": torch.ones(1)}, r"'\x1b[2J' can't name a tensor"),
-        ({"w": torch.eye(2).to_sparse()}, "w is a tensor of the kind torch.sparse_coo, expected a dense one"),
-        ({"w": torch.eye(2).to_sparse_csr()}, "w is a tensor of the kind torch.sparse_csr"),
-        ({"w": torch.ones(2, device="meta")}, "w is a tensor of the kind meta"),
-        ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "w is a tensor of the kind torch.qint8"),
+        ({"w": torch.eye(2).to_sparse()}, "w is nested, meta, quantized or sparse, expected a dense tensor"),
+        ({"w": torch.eye(2).to_sparse_csr()}, "w is nested, meta, quantized or sparse"),
+        ({"w": torch.ones(2, device="meta")}, "w is nested, meta, quantized or sparse"),
+        (
+            {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+            "w is nested, meta, quantized or sparse",
+        ),
     ],
 )
 def test_import_refuses_what_is_no_state_dict_of_plain_tensors(
@@ -433,7 +436,7 @@ def test_import_refuses_a_nested_tensor(command: Command) -> None:
     torch.save({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, "w.pt")
     done = command("import", "w.pt", "out")
     assert done.code == 5 and (
-        "w is a tensor of the kind nested" in done.err or "_rebuild_nested_tensor" in done.err
+        "w is nested, meta, quantized or sparse" in done.err or "_rebuild_nested_tensor" in done.err
     ), done
     assert not Path("out").exists()
 

@@ -241,7 +241,7 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     module, words = own.Mean(), getattr(own, name.partition(":")[2])("train")
     words = getattr(words, "dataset", words)  # a DataLoader's
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    opened = UserDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
+    opened = UserDataset(name, {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(40, 3, opened.fingerprint()), []
     for step in range(steps):

@@ -92,10 +92,10 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
     assert "acme-hpc 1.2" in str(error.value) and 'leave the other out with [plugins] block = ["acme_theirs"]' in str(
         error.value
     )
-    assert registry.find("optimizer", "adamw") and not registry.told()
+    assert registry.find("optimizer", "adamw") and not registry.notes()
     assert [row.state for row in list_plugins(registry) if row.name == "theirs"] == ["broken", "broken"]
     chosen = build_registry(block=["acme-hpc"])
-    assert chosen.find("model", "theirs").source.distribution == "bob-hpc" and not chosen.told()
+    assert chosen.find("model", "theirs").source.distribution == "bob-hpc" and not chosen.notes()
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None
     site.install("acme-hpc", "model.gpt", "acme_gpt", MODEL.format(name="gpt"))
     registry = build_registry()
     assert registry.find("model", "gpt").source.distribution == "acme-hpc"
-    (line,) = registry.told()
+    (line,) = registry.notes()
     assert (
         "hpctrain_plugins.model.gpt (hpctrain" in line
         and 'is not used; [plugins] block = ["acme-hpc"] takes the other' in line
     )
     assert [row.why.endswith("takes the other") for row in list_plugins(registry) if row.name == "gpt"] == [True]
     ours = build_registry(block=["acme-hpc"])
-    assert ours.find("model", "gpt").source.distribution == "hpctrain" and not ours.told()
+    assert ours.find("model", "gpt").source.distribution == "hpctrain" and not ours.notes()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
     registry = build_registry()
     assert not registry.faults, registry.faults
     assert registry.find("schedule", "old") and registry.find("model", "net")
-    assert registry.told() == []
+    assert registry.notes() == []
 
 
 def test_a_method_that_can_t_be_called_as_its_contract_s_is_told(site: Site) -> None:
@@ -240,7 +240,7 @@ def test_a_broken_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Sit
     with pytest.raises(EnvironmentUnfitError, match="logger plugin 'old' is broken: acme_both"):
         registry.find("logger", "old")
     assert registry.find("logger", "csv").source.distribution == "hpctrain"
-    (line,) = registry.told()
+    (line,) = registry.notes()
     assert "it provides the logger 'csv', since acme_both (acme-hpc 1.2, entry point 'logger.both') is broken: " in line
     broken = {(row.slot, row.name) for row in list_plugins(registry) if row.state == "broken"}
     assert broken == {("logger", "old"), ("logger", "csv")}

@@ -106,9 +106,9 @@ def test_decay_ends_at_the_final_factor() -> None:
 
 
 def test_auto_says_what_it_took() -> None:
-    (auto,) = (one for one in REGISTRY.made("precision") if one.name == "auto")
+    (auto,) = (one for one in REGISTRY.instances("precision") if one.name == "auto")
     assert auto.describe(torch.device("cpu")) == "fp32 (auto)"
-    fp16_plugin = next(one for one in REGISTRY.made("precision") if one.name == "fp16")
+    fp16_plugin = next(one for one in REGISTRY.instances("precision") if one.name == "fp16")
     assert fp16_plugin.describe(torch.device("cpu")) == "fp16"
 
 
@@ -170,7 +170,7 @@ device = planned_accelerator()
 torch.get_device_module(KIND).get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
 found = {}
 with fake_tensors():
-    for one in build_registry().made("precision"):
+    for one in build_registry().instances("precision"):
         operand = torch.empty(4, 4, dtype=one.parameter_dtype, device=device)
         with one.forward(device):
             made = (operand @ operand).dtype

@@ -78,7 +78,7 @@ def test_warm_up(name: str) -> None:
 
 
 def test_torchs_own_by_name() -> None:
-    exponential = UserSchedule.from_table("torch.optim.lr_scheduler:ExponentialLR", {"gamma": 0.9})
+    exponential = UserSchedule("torch.optim.lr_scheduler:ExponentialLR", {"gamma": 0.9})
     expected = of_torch(lr_scheduler.ExponentialLR, gamma=0.9)
     assert exponential.factor(7, STEPS) == pytest.approx(expected[7]), "a resume asks for a later one first"
     assert factors(exponential) == pytest.approx(expected)

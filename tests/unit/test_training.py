@@ -514,7 +514,7 @@ def test_only_some_parameters_are_trained(capsys: pytest.CaptureFixture[str]) ->
     trained = {"layers.1.mlp.up.weight", "head.weight"}
     hpctrain.run(job(model={"trainable": ["layers.1.mlp.up.*", "head.*"], "freeze": ["*.bias"]}))
     assert " trained" in capsys.readouterr().out
-    (form,) = (one for one in build_registry().made("checkpoint") if one.name == "hdf5")
+    (form,) = (one for one in build_registry().instances("checkpoint") if one.name == "hdf5")
     changed = set()
     for name, before in module_of(job(job={"seed": 1234}), torch.float32).named_parameters():
         after = torch.empty_like(before)

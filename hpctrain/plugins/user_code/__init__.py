@@ -21,11 +21,11 @@ def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[s
     if slot.name == "dataset":
         from hpctrain.plugins.user_code.dataset import UserDataset
 
-        return UserDataset.from_table(reference, options, table.get("collate"), table.get("weights"))
+        return UserDataset(reference, options, table.get("collate"), table.get("weights"))
     if slot.name == "metric":
         from hpctrain.plugins.user_code.metric import UserMetric
 
-        return UserMetric.from_table(reference, options)
+        return UserMetric(reference, options)
     from hpctrain.plugins.user_code.optimization import UserOptimizer, UserSchedule
 
-    return (UserSchedule if slot.name == "schedule" else UserOptimizer).from_table(reference, options)
+    return UserSchedule(reference, options) if slot.name == "schedule" else UserOptimizer.from_table(reference, options)

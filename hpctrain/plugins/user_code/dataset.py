@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from hpctrain.base.errors import UsageError
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream, Weights
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream
 from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
@@ -31,28 +31,16 @@ class UserDataset(Dataset):
 
     name = "package.module:callable"
 
-    def __init__(
-        self,
-        reference: str,
-        factory: Callable[..., Any],
-        options: dict[str, Any],
-        collation: UserCollation | None,
-        weigh: Callable[[Any], Weights] | None,
-    ) -> None:
+    def __init__(self, reference: str, options: dict[str, Any], collate: object = None, weights: object = None) -> None:
+        """collate and weights: values of the table, whose types the core checks. Raises UsageError for a callable that does not
+        exist or does not take the options."""
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
-        self._factory, self._collation, self._weigh = factory, collation, weigh
+        self.name = reference  # type: ignore[misc]  # as in the job file, for messages
         self._what = f"[dataset] name = {reference!r}"
-
-    @classmethod
-    def from_table(
-        cls, reference: str, options: dict[str, Any], collate: object = None, weights: object = None
-    ) -> UserDataset:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
-        factory = resolve(reference)
-        refuse_arguments(reference, factory, {"split": "train", **options})
-        collation = UserCollation.from_reference(collate) if isinstance(collate, str) else None
-        return cls(reference, factory, options, collation, weigh_by(weights) if isinstance(weights, str) else None)
+        self._factory = resolve(reference)
+        refuse_arguments(reference, self._factory, {"split": "train", **options})
+        self._collation = UserCollation.from_reference(collate) if isinstance(collate, str) else None
+        self._weigh = weigh_by(weights) if isinstance(weights, str) else None
 
     def open(self, split: Split, context: DatasetContext) -> Samples | Stream | None:
         with users_code(self._what):
@@ -63,6 +51,7 @@ class UserDataset(Dataset):
 
     def _opened(self, source: Any, collation: UserCollation | None) -> Samples | Stream:
         what = f"{self._what} returned {type(source).__name__}"
+        # torch's IterableDataset inherits a __getitem__, which raises
         if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not hasattr(source, "__getitem__")):
             if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
                 raise UsageError(
@@ -71,24 +60,24 @@ class UserDataset(Dataset):
                 )
             if self._weigh is not None:
                 raise UsageError(
-                    f"[dataset] weights: {self.reference!r} returned {type(source).__name__}, a stream, which weights can't draw "
+                    f"[dataset] weights: {self.name!r} returned {type(source).__name__}, a stream, which weights can't draw "
                     "from; leave them out, or return samples by index (__len__ and __getitem__)"
                 )
-            return UserStream(self.reference, source, collation)
+            return UserStream(self.name, source, collation)
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise UsageError(f"{what}, expected __len__ and __getitem__, or an iterable data set with __iter__")
-        return UserSamples(self.reference, source, collation, self._weigh)
+        return UserSamples(self.name, source, collation, self._weigh)
 
     def _of_loader(self, loader: DataLoader[Any]) -> Samples | Stream:
-        """The data set of a DataLoader, with its collate_fn and num_workers. Raises UsageError for what would change the samples
-        without a trace."""
+        """The data set of a DataLoader, with its collate_fn and num_workers. Raises UsageError for settings whose loss would change
+        the samples without a trace."""
         what, batches = f"{self._what} returned a DataLoader", loader.batch_sampler
         if batches is None:
             raise UsageError(
                 f"{what} with batch_size=None, whose data set makes batches itself; expected samples, of which hpctrain makes "
                 "batches"
             )
-        if type(batches) is not BatchSampler:
+        if type(batches) is not BatchSampler:  # a subclass may draw in any way
             raise UsageError(
                 f"{what} with a batch_sampler of its own ({type(batches).__name__}), which can't be used: batches are dealt out to "
                 "ranks by [batch]; leave it out, or return the data set"
@@ -109,8 +98,8 @@ class UserDataset(Dataset):
             for key, default in _UNUSED.items()
             if getattr(loader, key) != default
         ]
-        opened = self._opened(loader.dataset, self._collation or own)
-        opened.workers = loader.num_workers
+        opened = self._opened(loader.dataset, self._collation or own)  # the job's key rather than the loader's
+        opened.workers = loader.num_workers  # [dataset] workers goes before it
         opened.remark = (
             f"of the DataLoader are used the data set{', collate_fn' if own else ''} and num_workers = {loader.num_workers}; "
             f"its batch_size = {batches.batch_size}{order} are not, since [batch] and [job] seed decide"
@@ -120,16 +109,16 @@ class UserDataset(Dataset):
 
 
 def _refuse_sampler(what: str, sampler: Any, samples: int) -> None:
-    """UsageError for a sampler that takes other samples than each one once."""
+    """Raise UsageError for a sampler that takes anything but each sample once."""
     if isinstance(sampler, WeightedRandomSampler):
         raise UsageError(
             f"{what} with a WeightedRandomSampler; give its weights as [dataset] weights or as the data set's sample_weights, "
             "which are the same on any number of ranks"
         )
-    known = isinstance(sampler, (SequentialSampler, DistributedSampler))
+    takes_each_once = isinstance(sampler, (SequentialSampler, DistributedSampler))  # the latter over all ranks
     if isinstance(sampler, RandomSampler):
-        known = not sampler.replacement and sampler.num_samples == samples
-    if not known:
+        takes_each_once = not sampler.replacement and sampler.num_samples == samples
+    if not takes_each_once:
         raise UsageError(
             f"{what} with the sampler {type(sampler).__name__}, which can't be used: hpctrain takes each sample once in an epoch; "
             "use torch.utils.data.Subset for some of them, or [dataset] weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,78 +22,68 @@ class UserMetric(Metric):
 
     name = "package.module:callable"
 
-    def __init__(self, reference: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(self, reference: str, options: dict[str, Any]) -> None:
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
-        self._function = function
-        # what is named by the job itself and can't know a model's outputs
-        self.takes_logits = inspect.isclass(function) and function.__module__.partition(".")[0] == "torchmetrics"
-
-    @classmethod
-    def from_table(cls, reference: str, options: dict[str, Any]) -> UserMetric:
-        """Raises UsageError for a callable that is not there or does not take the options."""
-        function = resolve(reference)
-        if inspect.isclass(function):
-            refuse_arguments(reference, function, options)
-        else:
-            refuse_arguments(reference, function, options, "outputs", "target")
-        return cls(reference, function, options)
+        self.name = reference  # type: ignore[misc]  # as in the job file, for messages
+        self._function = resolve(reference)
+        is_class = inspect.isclass(self._function)
+        refuse_arguments(reference, self._function, options, *(() if is_class else ("outputs", "target")))
+        # a class that the job names itself can't know a model's kind of outputs
+        self.takes_logits = is_class and self._function.__module__.partition(".")[0] == "torchmetrics"
 
     def start(self) -> RunningMetric:
+        what, label = f"[[metric]] name = {self.name!r}", self.name.rpartition(":")[2].rpartition(".")[2].lower()
         if not inspect.isclass(self._function):
-            return _Mean(self.reference, self._function, self.options)
-        with users_code(f"[[metric]] name = {self.reference!r}"):
-            made: Any = self._function(**self.options)
-        if not (callable(getattr(made, "update", None)) and callable(getattr(made, "compute", None))):
+            return _Mean(what, label, partial(self._function, **self.options))
+        with users_code(what):
+            metric: Any = self._function(**self.options)
+        if not (callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))):
             raise UsageError(
-                f"[[metric]] name = {self.reference!r}: expected a function of outputs and target, or a class of torchmetrics with "
-                "update and compute"
+                f"{what}: expected a function of outputs and target, or a class of torchmetrics with update and compute"
             )
-        return _Torchmetrics(self.reference, made)
-
-
-def _label(reference: str) -> str:
-    return reference.rpartition(":")[2].rpartition(".")[2].lower()
+        return _Torchmetrics(what, label, metric)
 
 
 class _Mean(SummedMetric):
     """A scalar is taken as the mean over the rows of the micro batch, a tensor as one value per row, a pair as sum and count."""
 
-    def __init__(self, reference: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, what: str, label: str, function: Callable[..., Any]) -> None:
+        """what: the subject of sentences about errors. label: the value's name."""
         super().__init__()
-        self._reference, self._function, self._options = reference, function, options
+        self._what, self._label, self._function = what, label, function
 
     def measure(self, outputs: Any, target: Tensor) -> Sequence[Tensor | float]:
-        with users_code(f"[[metric]] name = {self._reference!r}"):
-            value = self._function(outputs, target, **self._options)
+        with users_code(self._what):
+            value = self._function(outputs, target)
         if isinstance(value, tuple) and len(value) == 2:
-            return [as_number(f"[[metric]] name = {self._reference!r}", one) for one in value]
+            return [as_number(self._what, number) for number in value]
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0):
-            return value * len(target), len(target)
+            return value * len(target), len(target)  # weighted by rows: the last micro batch may be smaller
         if isinstance(value, Tensor) and len(value) == len(target) == value.numel():
             return value.double().sum(), len(target)
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise TrainingError(
-            f"[[metric]] name = {self._reference!r} returned {found}, expected a number (the mean over the micro batch), a tensor "
-            f"({len(target)},), or a pair (sum, count)"
+            f"{self._what} returned {shape}, expected a number (the mean over the micro batch), a tensor ({len(target)},), or a "
+            "pair (sum, count)"
         )
 
     def values(self, sums: Sequence[float]) -> dict[str, float]:
         total, count = sums
-        return {_label(self._reference): total / count if count else float("nan")}
+        return {self._label: total / count if count else float("nan")}
 
 
 class _Torchmetrics(RunningMetric):
-    """A metric of torchmetrics, which sums its own states up over the ranks."""
+    """A metric of torchmetrics, which sums its own states over the ranks."""
 
-    def __init__(self, reference: str, metric: Any) -> None:
-        self._reference, self._metric, self._has_begun = reference, metric, False
+    def __init__(self, what: str, label: str, metric: Any) -> None:
+        self._what, self._label, self._metric, self._has_begun = what, label, metric, False
 
     def update(self, outputs: Any, target: Tensor) -> None:
         if not self._has_begun and hasattr(self._metric, "to"):
             self._metric.to(target.device)
         self._has_begun = True
-        with users_code(f"[[metric]] name = {self._reference!r}"):
+        with users_code(self._what):
             self._metric.update(outputs, target)
 
     def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -100,18 +91,19 @@ class _Torchmetrics(RunningMetric):
         dist.all_reduce(begun, group=group)
         if not begun:
             return {}
-        if begun < group.size():
+        if begun < group.size():  # the others would gather states that a rank without samples lacks
             raise UsageError(
-                f"[[metric]] name = {self._reference!r}: only {int(begun)} of {group.size()} data-parallel ranks had a sample to "
-                "evaluate, and a class of torchmetrics needs one on each; evaluate more samples"
+                f"{self._what}: only {int(begun)} of {group.size()} data-parallel ranks had a sample to evaluate, and a class of "
+                "torchmetrics needs one on each; evaluate more samples"
             )
-        for one in (self._metric, *(self._metric.values() if isinstance(self._metric, nn.ModuleDict) else ())):
-            one.process_group = group
-        what, label = f"[[metric]] name = {self._reference!r}", _label(self._reference)
-        with users_code(what):
-            found = self._metric.compute()
-        if isinstance(found, Mapping):
-            return {str(name): as_number(f"{what}: {name}", value) for name, value in found.items()}
-        found = found.flatten().tolist() if hasattr(found, "flatten") else found
-        values = [as_number(what, value) for value in (found if isinstance(found, (list, tuple)) else [found])]
+        parts = self._metric.values() if isinstance(self._metric, nn.ModuleDict) else ()  # of a MetricCollection
+        for metric in (self._metric, *parts):
+            metric.process_group = group
+        with users_code(self._what):
+            result = self._metric.compute()
+        if isinstance(result, Mapping):
+            return {str(name): as_number(f"{self._what}: {name}", value) for name, value in result.items()}
+        result = result.flatten().tolist() if hasattr(result, "flatten") else result
+        values = [as_number(self._what, value) for value in (result if isinstance(result, (list, tuple)) else [result])]
+        label = self._label
         return {label: values[0]} if len(values) == 1 else {f"{label}_{i}": value for i, value in enumerate(values)}

@@ -21,7 +21,7 @@ from hpctrain.plugins.user_code.reference import refuse_arguments, resolve, reso
 
 @dataclass(frozen=True)
 class Structure:
-    """Names of modules. `before` and `after` are empty if the module doesn't show how values pass between its parts."""
+    """The names of a model's modules. `before` and `after` are empty if it doesn't show how values pass between its parts."""
 
     blocks: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -38,14 +38,14 @@ class UserModel(PipelineModel):
         self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]
     ):
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
+        self.name = reference  # type: ignore[misc]  # as in the job file, for messages
         self._factory, self._loss = factory, loss
         # the structure of each built module, before any axis has cut it
         self._structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> UserModel:
-        """Raises UsageError for a callable that does not exist or does not take the options."""
+        """Raise UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options)
         if not isinstance(loss, str):
@@ -55,11 +55,11 @@ class UserModel(PipelineModel):
         return cls(reference, factory, resolve_for(f"the loss {loss}", loss, "outputs and target", 2), options)
 
     def build(self) -> nn.Module:
-        with users_code(f"[model] name = {self.reference!r}"):
+        with users_code(f"[model] name = {self.name!r}"):
             module = self._factory(**self.options)
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
+                f"[model] name = {self.name!r} returned {type(module).__name__}, expected a torch.nn.Module"
             )
         self._structures[module] = _structure_of(module)
         for inner in module.modules():  # a decoder may have its own configuration
@@ -83,13 +83,13 @@ class UserModel(PipelineModel):
     def embed(self, module: nn.Module, batch: Batch) -> Tensor:
         positional, named = self._inputs(batch)
         (value,) = (*positional, *named.values())  # an nn.Sequential takes one
-        for one in self.ends(module)[0]:
-            value = one(value)
+        for layer in self.ends(module)[0]:
+            value = layer(value)
         return value  # type: ignore[no-any-return]
 
     def head(self, module: nn.Module, hidden: Tensor) -> Any:
-        for one in self.ends(module)[1]:
-            hidden = one(hidden)
+        for layer in self.ends(module)[1]:
+            hidden = layer(hidden)
         return hidden
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
@@ -108,31 +108,31 @@ class UserModel(PipelineModel):
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor (rows,) as one loss per
-        row. Of a dict each value. Raises TrainingError for any other shape: whether its mean or its sum is meant is unknown."""
+        row, and of a dict each value. Raises TrainingError for other shapes: they don't say whether to sum or to average."""
         target = self.target(batch)
         value = self._loss(outputs, target)
         if isinstance(value, Mapping) and value:
-            return {str(name): self._sum(one, len(target), f" {name!r}") for name, one in value.items()}
+            return {str(name): self._sum(loss, len(target), f" {name!r}") for name, loss in value.items()}
         return self._sum(value, len(target), "")
 
     def _sum(self, value: Any, rows: int, which: str) -> Tensor:
         if not isinstance(value, Tensor):
             raise TrainingError(
-                f"the loss{which} of {self.reference} is {type(value).__name__}, expected a tensor, or a dict of tensors by name"
+                f"the loss{which} of {self.name} is {type(value).__name__}, expected a tensor, or a dict of tensors by name"
             )
         if value.dim() == 0:
-            return value * rows
+            return value * rows  # the loop divides by all rows of a step: docs/decisions/0004
         if value.shape != (rows,):
             mean = ".flatten(1).mean(1)" if value.dim() > 1 and value.shape[0] == rows else ".mean()"
             raise TrainingError(
-                f"the loss{which} of {self.reference} has the shape {tuple(value.shape)}, expected a scalar, its mean over the "
+                f"the loss{which} of {self.name} has the shape {tuple(value.shape)}, expected a scalar, its mean over the "
                 f"micro batch, or ({rows},), one loss per row: return loss{mean}"
             )
         return value.sum()
 
     def apart(self) -> UserModel:
-        """The same model, with a copy of a loss that is an object: calls of it change nothing here."""
-        return UserModel(self.reference, self._factory, copy.deepcopy(self._loss), self.options)
+        """The same model with a copy of its loss: an object's calls change nothing here."""
+        return UserModel(self.name, self._factory, copy.deepcopy(self._loss), self.options)
 
     def target(self, batch: Batch) -> Tensor:
         if not isinstance(batch, (Mapping, Sequence)):
@@ -151,7 +151,7 @@ def _structure_of(module: nn.Module) -> Structure:
     A list inside a block is part of that block. In an nn.Sequential the modules before and after the blocks are known.
     """
     blocks = tuple(_blocks(module, ""))
-    if not blocks or type(module).forward is not nn.Sequential.forward:
+    if not blocks or type(module).forward is not nn.Sequential.forward:  # only its forward is a chain for certain
         return Structure(blocks)
     # not named_children, which lists a module in several places only once, although it runs in each
     names = tuple(children_of(module))
@@ -163,7 +163,7 @@ def _structure_of(module: nn.Module) -> Structure:
 
 
 def _present(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """The modules of these names that are on this rank; under a pipeline, others are None here."""
+    """The modules of these names that are on this rank; a pipeline puts None in the place of others."""
     paths = (name.rpartition(".") for name in names)
     modules = (getattr(module.get_submodule(parent), last) for parent, _, last in paths)
     return [module for module in modules if module is not None]
@@ -175,8 +175,8 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         run = list(group)
         # the trainer acts on a block when it is called, so a module without a forward is no block
         calls = kind.forward is not nn.Module.forward
-        if is_list and len(run) > 1 and calls and all(any(True for _ in one.children()) for _, one in run):
+        if is_list and len(run) > 1 and calls and all(any(True for _ in inner.children()) for _, inner in run):
             yield from (prefix + name for name, _ in run)
         else:
-            for name, one in run:
-                yield from _blocks(one, f"{prefix}{name}.")
+            for name, inner in run:
+                yield from _blocks(inner, f"{prefix}{name}.")

@@ -31,7 +31,7 @@ def given_objects(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield referenced(job)
     finally:
         GIVEN.clear()
-        GIVEN.update(before)
+        GIVEN.update(before)  # those of a context around this one stay
 
 
 def referenced(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _copied(value: Any, key: Key) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, np.generic):
-        return _copied(value.item(), key)  # of an array that a sweep goes through
+        return _copied(value.item(), key)  # from an array of a sweep's values
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise UsageError(
@@ -60,12 +60,12 @@ def _copied(value: Any, key: Key) -> Any:
 
 
 def _is_for_reference(key: Key) -> bool:
-    """Whether the core resolves "package.module:callable" there: a slot's own keys, and the names of plugins that one holds, such
-    as [dataset.sources.A] name; not its options."""
+    """Whether the core resolves "package.module:callable" there: in a slot's own keys, and in the names of plugins that it holds,
+    such as [dataset.sources.A] name; not in a plugin's options."""
     slot = next((slot for slot in TABLES if slot.takes_user_code and slot.name == key[0]), None)
     if slot is not None and len(key) == 4 and key[-1] == "name":
         return True
-    if slot is None or len(key) != (3 if slot.many else 2):
+    if slot is None or len(key) != (3 if slot.many else 2):  # ("metric", 0, "name"), ("model", "loss")
         return False
     field = table_class(slot).model_fields.get(str(key[-1]))
     return field is not None and field.annotation in (str, str | None)
@@ -74,17 +74,17 @@ def _is_for_reference(key: Key) -> bool:
 def _reference(value: Any, key: Key) -> str:
     name = str(getattr(value, "__qualname__", None) or type(value).__name__)
     module = sys.modules.get(str(getattr(value, "__module__", None)))
-    if module is not None and module.__name__ != "__main__" and _found(module, name) is value:
+    # a worker or another rank can't import __main__ under that name; the path of a local function leads nowhere
+    if module is not None and module.__name__ != "__main__" and _value_at(module, name) is value:
         return f"{module.__name__}:{name}"
-    made = _as_callable(value, key)
     label = "".join(letter for letter in name.rpartition("<locals>.")[2] if letter.isalnum() or letter == "_") or "it"
-    names = [label, *(f"{label}_{number}" for number in range(2, len(GIVEN) + 2))]
-    free = next(one for one in names if one not in GIVEN)
-    GIVEN[free] = made
+    names = (label, *(f"{label}_{number}" for number in range(2, len(GIVEN) + 2)))
+    free = next(name for name in names if name not in GIVEN)
+    GIVEN[free] = _as_callable(value, key)
     return f"{OBJECTS}:{free}"
 
 
-def _found(module: Any, path: str) -> Any:
+def _value_at(module: Any, path: str) -> Any:
     for part in path.split("."):
         module = getattr(module, part, None)
     return module
@@ -98,13 +98,13 @@ def _as_callable(value: Any, key: Key) -> Any:
     if place == ("metric", "name") and hasattr(value, "update") and not isinstance(value, type):
         return _copies_of(value)
     if place == ("dataset", "name") and (not callable(value) or _is_data(value)):
-        splits = value if isinstance(value, Mapping) else {"train": value}
+        splits = dict(value) if isinstance(value, Mapping) else {"train": value}
         if "train" not in splits:
-            named = ", ".join(map(repr, splits)) or "none"
+            names = ", ".join(map(repr, splits)) or "none"
             raise UsageError(
-                f"{dotted(key)}: found a dict with the splits {named}, expected 'train', besides it 'validation' and 'test'"
+                f"{dotted(key)}: found a dict with the splits {names}, expected 'train', besides it 'validation' and 'test'"
             )
-        return _Splits(splits)
+        return lambda split: splits.get(split)
     if not callable(value):
         raise UsageError(f"{dotted(key)}: found {type(value).__name__}, expected a function or a class")
     return value
@@ -117,15 +117,4 @@ def _is_data(value: Any) -> bool:
 
 def _copies_of(value: Any) -> type:
     """A class whose instances are copies of `value`: a run does not change its caller's objects."""
-
     return type(type(value).__name__, (), {"__new__": lambda cls: copy.deepcopy(value)})
-
-
-class _Splits:
-    """A data set for each split."""
-
-    def __init__(self, splits: Mapping[str, Any]) -> None:
-        self._splits = dict(splits)
-
-    def __call__(self, split: str) -> Any:
-        return self._splits.get(split)

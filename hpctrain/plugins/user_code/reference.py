@@ -13,9 +13,9 @@ from hpctrain.plugins.discovery import import_from_here
 from hpctrain.plugins.entry_points import RAISED
 
 OBJECTS = "python"
-"""The module's name in a reference to an object that a Python program gave to `hpctrain.run`."""
+"""The module's name in a reference to an object that a Python program passed to `hpctrain.run`."""
 GIVEN: dict[str, Any] = {}
-"""Objects of the user's, while their run lasts."""
+"""The user's objects by name, while their run lasts."""
 
 
 def is_reference(name: str) -> bool:
@@ -35,51 +35,50 @@ def resolve(reference: str) -> Callable[..., Any]:
             )
         return GIVEN[path]  # type: ignore[no-any-return]
     try:
-        found: Any = import_from_here(module_name)
+        value: Any = import_from_here(module_name)
     except RAISED as error:  # the user's module may raise anything at import
         raise UsageError(f"{reference}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise UsageError(
-                f"{reference}: {module_name} has no {path!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{reference}: expected something callable, found {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, dir(value), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{reference}: {module_name} has no {path!r}{hint}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(f"{reference}: expected something callable, found {type(value).__name__}")
+    return value  # type: ignore[no-any-return]
 
 
 def resolve_for(what: str, reference: str, arguments: str, count: int = 1) -> Callable[..., Any]:
-    """A function of `count` arguments; UsageError that begins with `what` if it can't be called so."""
+    """A function of `count` arguments; UsageError that starts with `what` if it can't be called so."""
     try:
-        found = resolve(reference)
-        if inspect.isclass(found):
+        function = resolve(reference)
+        if inspect.isclass(function):  # such as nn.CrossEntropyLoss: its call would make an object
             raise UsageError(f"{reference} is a class, expected a function of {arguments}, or an object to call so")
-        inspect.signature(found).bind(*[None] * count)
+        inspect.signature(function).bind(*[None] * count)
     except UsageError as error:
         raise UsageError(f"{what}: {error}") from None
     except TypeError as error:
         raise UsageError(f"{what}: it is called with {arguments}: {error}") from None
     except ValueError:
         pass  # a builtin without a signature: the call itself will fail
-    return found
+    return function
 
 
-def refuse_arguments(reference: str, function: Callable[..., Any], given: dict[str, Any], *positional: object) -> None:
-    """UsageError when `function(*positional, **given)` would not be a valid call."""
+def refuse_arguments(reference: str, function: Callable[..., Any], named: dict[str, Any], *positional: object) -> None:
+    """Raise UsageError when `function(*positional, **named)` would not be a valid call."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin without a signature: the call itself will fail
-    known = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in given:
-        if name not in known and not open_ended:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+    names = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in named:
+        if name not in names and not takes_any:  # bind's own sentence offers no near name
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
             raise UsageError(f"{reference} takes no argument {name!r}; {hint}")
     try:
-        signature.bind(*positional, **given)
+        signature.bind(*positional, **named)
     except TypeError as error:
         raise UsageError(f"{reference}: {error}; its arguments are the other keys of this table") from None

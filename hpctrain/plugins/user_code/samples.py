@@ -1,5 +1,5 @@
-"""Any data set of the user's: map-style (`__len__` and `__getitem__`) or iterable (`__iter__`); and the function that makes a batch
-of samples."""
+"""Any data set of the user's, map-style (`__len__` and `__getitem__`) or iterable (`__iter__`), and the function that turns samples
+into a batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream
 from hpctrain.plugins.blame import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
 
-# about how many samples go into the fingerprint of a dataset without its own fingerprint()
+# samples in the fingerprint of a dataset without its own fingerprint(), about
 _PROBED_SAMPLES = 16
-# items in the fingerprint of a stream without its own fingerprint()
+# items in the fingerprint of a stream without its own fingerprint(): each start reads them
 _PROBED_ITEMS = 4
-_END = object()
+_END = object()  # no item is this one; a stream may yield None
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class UserCollation:
 
     @classmethod
     def from_reference(cls, reference: str) -> UserCollation:
-        """Raises UsageError for what cannot be called with a list of samples."""
+        """Raise UsageError for what cannot be called with a list of samples."""
         what = f"[dataset] collate = {reference!r}"
         return cls(what, resolve_for(what, reference, "a list of samples"))
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The batch: a dict with `labels`, or a list whose last is the target, (samples, ...)."""
+        """The batch: a dict with `labels`, or a list whose last entry is the target, (samples, ...)."""
         with users_code(self.what):
             batch = self.function(samples)
         if isinstance(batch, Mapping):
@@ -67,7 +67,7 @@ class UserCollation:
 class _UserSource(Source):
     """The common part of samples and streams: `set_epoch(epoch)` and `collate_fn` are used if the data set has them."""
 
-    draws: ClassVar[bool] = True
+    draws: ClassVar[bool] = True  # nobody knows whether the user's code draws random numbers
 
     def __init__(self, reference: str, source: Any, collation: UserCollation | None) -> None:
         self._reference, self._source, self._collation = reference, source, collation
@@ -120,7 +120,7 @@ class UserSamples(_UserSource, Samples):
     def __getitem__(self, index: int) -> Any:
         try:
             return self._source[index]
-        except BaseException:
+        except BaseException:  # the context only then: this is called for every sample
             with self._calling(f"__getitem__({index})"):
                 raise
 
@@ -162,7 +162,7 @@ class UserSamples(_UserSource, Samples):
     def fingerprint(self) -> str:
         """The dataset's own `fingerprint()` if it has one, else a hash of its length and a few samples.
 
-        A sample that is another one each time, although all draws are seeded, is left out.
+        A sample that differs each time, although all draws are seeded, is left out.
         """
         if hasattr(self._source, "fingerprint"):
             return self._own_fingerprint()
@@ -170,13 +170,14 @@ class UserSamples(_UserSource, Samples):
         probed = range(0, len(self), max(1, len(self) // _PROBED_SAMPLES))
         names = [("fingerprint", index) for index in probed for _ in range(2)]
         texts = iter(Draws(0, self._source).of(names, lambda _, index: self._saved(self[index], index)))
-        for first, second in zip(texts, texts, strict=True):
+        for first, second in zip(texts, texts, strict=True):  # one iterator, so these are pairs: each is read twice
             digest.update(first if first == second else b"differs")
         return digest.hexdigest()
 
 
 def weigh_by(reference: str) -> Callable[[Any], Weights]:
-    """The weights of samples, from what the callable returns for the data set. Raises UsageError for what cannot be called so."""
+    """A function that gives the weights of a data set's samples by calling `reference`. Raises UsageError if that can't be called
+    with a data set."""
     what = f"[dataset] weights = {reference!r}"
     function = resolve_for(what, reference, "the data set")
 
@@ -206,17 +207,18 @@ class UserStream(_UserSource, Stream):
         self._epoch = 0
         # whether the newest iteration was left early. Then an object with a state would go on there: it gets the first one.
         self._is_left = False
-        self._fresh = copy.deepcopy(self.state())
+        self._fresh = copy.deepcopy(self.state())  # the object may change its state dict in place
 
     def _renew(self) -> None:
+        """Take the data set back to its first item."""
         if self._is_left and self._fresh is not None:
             self.load_state(copy.deepcopy(self._fresh))
-            self.set_epoch(self._epoch)
+            self.set_epoch(self._epoch)  # the first state may hold another one
         self._is_left = False
 
     def __iter__(self) -> Iterator[Any]:
         self._renew()
-        self._is_left = True
+        self._is_left = True  # until its end is reached
         with self._calling("__iter__()"):
             iterator, number = iter(self._source), 0
         while True:
@@ -265,7 +267,7 @@ class UserStream(_UserSource, Stream):
         if has_own and not has_state:
             return self._own_fingerprint()
         first, second = self._first(), self._first(resumes=has_state)
-        if first != second and has_state and first == self._first():
+        if first != second and has_state and first == self._first():  # the draws are not the cause
             raise UsageError(
                 f"{self._what}: after load_state_dict(state_dict()) its iterator goes on with other items, as it would after a "
                 "resume; expected those that follow: count an item before its `yield`, not behind it"

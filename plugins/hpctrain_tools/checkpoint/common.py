@@ -75,7 +75,7 @@ class Formats:
     @cached_property
     def all(self) -> list[CheckpointFormat]:
         """Every format that needs no options."""
-        return self.registry.made("checkpoint")
+        return self.registry.instances("checkpoint")
 
     def make(self, name: str) -> CheckpointFormat:
         """The format `name`, with its defaults."""

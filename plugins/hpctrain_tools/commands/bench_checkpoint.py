@@ -42,7 +42,7 @@ def command(ranks: int, size: str, name: str, directory: Path, rounds: int, as_j
         raise UsageError(f"--size {size}: expected bytes, such as 500MB or 1GiB") from None
     if not directory.is_dir():
         raise UsageError(f"--directory {directory}: there is no such directory")
-    format = next((one for one in build_registry().made("checkpoint") if one.name == name), None)
+    format = next((one for one in build_registry().instances("checkpoint") if one.name == name), None)
     if format is None:
         raise UsageError(f"--format {name}: no installed checkpoint format has this name")
     if not launched():

@@ -24,7 +24,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     from hpctrain_tools.full_check import check_thoroughly, notes, sizes
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
-    for note in [*checked.registry.told(), *notes(checked.job, checked.parts, checked.registry, ranks)]:
+    for note in [*checked.registry.notes(), *notes(checked.job, checked.parts, checked.registry, ranks)]:
         say(f"{job}: note: {note}", err=True)
     about = "about " if data.training.is_estimate else ""
     told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"

@@ -125,7 +125,7 @@ class _Examination:
 
     def _communication(self, registry: Registry) -> None:
         """The communicator that `auto`, a job's default, takes for all ranks."""
-        installed = registry.made("communicator")
+        installed = registry.instances("communicator")
         auto = next((one for one in installed if one.name == "auto"), None)
         agreed, found = (
             None,

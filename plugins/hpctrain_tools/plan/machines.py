@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.job.machines import peak_flops_of, shipped_machines
-from hpctrain.job.toml import LimitError, parse
+from hpctrain.job.toml import parse
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -62,7 +61,7 @@ def open_machine(name: str) -> Machine:
     path = Path(name)
     try:
         table = parse(path.read_text())["machine"]
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, LimitError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         why = "it has no table [machine]" if isinstance(error, KeyError) else reason(error)
         raise UsageError(
             f"--machine {name}: expected one of {', '.join(tables)}, or a TOML file with a table [machine]: {why}"

@@ -73,7 +73,7 @@ class Space:
         """Take the axes that are installed and those of the job, of each kind one. Axes that share a layer stay in a node."""
         parallelism, plugins = checked.parts.parallelism, checked.job.plugins
         registry = build_registry(plugins.load, plugins.block)  # the job's has only what it names
-        installed = [one for one in registry.made("parallelism") if not one.traits.has_own_parameters]
+        installed = [one for one in registry.instances("parallelism") if not one.traits.has_own_parameters]
         names = {one.traits.ranks_have: one.name for one in reversed(installed)}
         names |= {one.traits.ranks_have: name for name, one in parallelism.items()}
         most = {"other parameters": ranks, "parts of samples": ranks, "the same samples": per_node}

@@ -6,10 +6,8 @@ import json
 import re
 from dataclasses import dataclass
 
-import tomli
-
 from hpctrain.base.errors import UsageError
-from hpctrain.job.toml import LimitError, parse
+from hpctrain.job.toml import parse
 
 # characters of a directory's name; file systems allow 255 bytes
 _LONGEST = 100
@@ -48,7 +46,7 @@ def variants(array: str) -> list[Variant]:
 def _values(text: str) -> list[str]:
     try:
         return [json.dumps(value) for value in parse(f"values = [{text}]")["values"]]
-    except (tomli.TOMLDecodeError, LimitError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return [value.strip() for value in text.split(",")]
 
 
