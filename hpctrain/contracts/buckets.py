@@ -1,4 +1,4 @@
-"""Flat buckets of gradients, and what sums them over the data-parallel ranks."""
+"""Flat buckets of gradients, and their sums over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from hpctrain.contracts.pieces import Piece
 
 Finish = Callable[[], None]
-"""Waits for a sum that was begun."""
+"""Waits for a sum that has begun."""
 
 
 @dataclass(frozen=True)
 class Span:
     """A parameter, or a rectangle of one, in a flat bucket: its elements in row-major order from `begin` on.
 
-    `piece.tensor` holds parameter values, not gradients: ask it for nothing but its shape.
+    Use the shape of `piece.tensor` only: its values are the parameter's, not gradients.
     """
 
     piece: Piece
@@ -28,7 +28,7 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.piece.tensor.numel()
 
     def view(self, flat: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Span:
 class GradientBucket:
     """The layout of a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
 
-    `spans` is empty where the sharding strategy does not tell (`Sharding.tells_spans`).
+    `spans` is empty where the sharding strategy does not give them (`Sharding.tells_spans`).
     """
 
     spans: list[Span]
@@ -58,7 +58,7 @@ class BucketSum(Protocol):
     def reduce_scatter(self, output: Tensor, gradients: Tensor) -> Finish:
         """Begin to sum the flat `gradients`, and leave this rank's equal slice of the sum in `output`.
 
-        `output` may be that slice of `gradients` itself, which hold nothing of use afterwards.
+        `output` may be that slice of `gradients` itself, whose content is undefined afterwards.
         """
 
 
@@ -66,13 +66,13 @@ class GradientSums(Protocol):
     """The source of a sharding strategy's sums, which are compressed as the job says."""
 
     def group(self, axis: str, piece_axes: Sequence[str]) -> dist.ProcessGroup:
-        """The ranks of the data axis `axis` over which a parameter is summed whose pieces have these `axes`.
+        """The ranks of the data axis `axis` that sum a parameter whose pieces have the axes `piece_axes`.
 
         These are all ranks of the axis, unless `piece_axes` has one with `AxisTraits.has_own_parameters`.
         """
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
-        """The sum of such a bucket over `axis`; the same buckets in the same order on all its ranks.
+        """The sum of such a bucket over `axis`. All its ranks ask for the same buckets in the same order.
 
-        The pieces in a bucket have the same `axes`, which decide on the group, see above.
+        The pieces in a bucket have the same `axes`, which choose the group as in `group`.
         """

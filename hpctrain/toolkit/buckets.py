@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.api import BucketSum, GradientBucket, Piece, Span, foreach_copy_, move_local, pieces_of, shared_zeros
+from hpctrain.contracts.pieces import laid_out_like
 
 # bytes: a rank's slice of a bucket begins at a multiple of it
 _ALIGNMENT = 64
@@ -79,14 +80,7 @@ class BucketEntry:
 
     def point_gradient(self, view: Tensor) -> None:
         """Backward adds to `view` from now on."""
-        whole = self.parameter
-        if isinstance(whole, DTensor):
-            mesh, placements = whole.device_mesh, whole.placements
-            whole.grad = DTensor.from_local(
-                view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-        else:
-            whole.grad = view
+        self.parameter.grad = laid_out_like(self.parameter, view)
 
 
 @dataclass
