@@ -28,7 +28,7 @@ GROUPS = {
 }
 """The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
 COMMANDS = ("run",)
-"""The core's."""
+"""The core's own commands."""
 _EXAMPLE = """\b
 Example:
   hpctrain new job.toml            a commented job file, to be edited
@@ -40,7 +40,7 @@ Example:
 
 
 class _Commands(OpenGroup):
-    """Looks a subcommand up in the module of its name, so that only commands that need torch import torch."""
+    """Imports a command from the module of its name, so that only commands that need torch import torch."""
 
     @property
     def place(self) -> str:
@@ -72,7 +72,7 @@ def cli() -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The process of the command. words: None for those of the command line."""
+    """Run the command and end the process. words: None for those of the command line."""
     _open_streams()
     code = execute(words)
     if launched() or "torch.distributed" in sys.modules:  # a single rank has a group, too
@@ -96,11 +96,10 @@ def execute(words: Sequence[str] | None = None) -> int:
     except SystemExit as ending:
         code = ending.code
     except (click.Abort, KeyboardInterrupt):
-        code = 130
+        code = 130  # 128 + SIGINT, as shells say
     except OSError as error:
         if error.filename is not None:
-            raise
-        # standard output's: the commands report errors of files themselves
+            raise  # a defect: commands report errors of files themselves
         print(f"hpctrain: the output could not be written: {error.strerror or error}", file=sys.stderr)
         code = EXIT_TRAINING
     return code if isinstance(code, int) else 0

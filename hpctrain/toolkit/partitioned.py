@@ -1,8 +1,8 @@
 """The common part of ZeRO stages 1 and 2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", 2020).
 
-Parameters lie in flat buckets. Each rank of dp_shard owns an equal slice of every bucket. It gets the summed gradients of its
-slice and updates the slice; then all ranks gather the slices. The optimizer sees rectangles of parameters.
+Parameters lie in flat buckets. Each rank of dp_shard owns an equal slice of every bucket: it gets the summed gradients of its
+slice and updates it; then all ranks gather the slices. The optimizer sees rectangles of parameters.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class PartitionedModel(BucketedModel):
 
     def materialized(self) -> None:
         super().materialized()
+        # a rank may have no bucket: nothing of the model is trained on its pipeline stage
         device = next((bucket.entries[0].local.device for bucket in self.buckets), torch.device("cpu"))
         warn_if_useless(self.options.offload_optimizer, device)
         self._offloads = is_needed(self.options.offload_optimizer, device)
@@ -126,7 +127,9 @@ class PartitionedModel(BucketedModel):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
-            finishes = [part.sum.all_reduce(part.gradients) for part in self._parts]
+            finishes = [
+                part.sum.all_reduce(part.gradients) for part in self._parts
+            ]  # all begin before the first is waited for
             for finish in finishes:
                 finish()
 
@@ -183,8 +186,8 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
     """Cut the elements `begin` to `end` of a row-major tensor of `shape` into rectangles, in the order of the elements.
 
-    They are the rest of a first row, whole rows, and the beginning of a last row. Partial rows are cut in the same way. So
-    there are at most 2 x dims - 1 rectangles.
+    These are the rest of a first row, whole rows, and the begin of a last row. Partial rows are cut in the same way, so there
+    are at most 2 x dims - 1 rectangles.
     """
     if begin >= end:
         return []

@@ -20,7 +20,9 @@ _HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 def seal(content: dict[str, Any]) -> bytes:
     """`content`, which must not be empty, as the bytes of a file."""
-    rest = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
+    rest = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[
+        1:
+    ]  # without its brace, which the head has
     return b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 
 
@@ -38,14 +40,14 @@ def unseal(raw: bytes) -> Any:
         raise CheckpointError("its checksum doesn't fit its content: the file is damaged or cut off")
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # anybody can compute a checksum
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 
 def malformed(error: ValidationError) -> CheckpointError:
     """The first fault that a schema found."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(one)[:80] for one in first["loc"])
+    place = ".".join(str(part)[:80] for part in first["loc"])  # a crafted key may be long
     what = first["msg"].replace("Input should be", "expected")
     if first["type"].startswith(("int", "greater", "less")):
         what = "expected a number that is zero or more, and less than 2^63"
