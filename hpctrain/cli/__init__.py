@@ -1,8 +1,7 @@
-"""The command `hpctrain`: `run`, imported on use; tools and plugins add the others."""
+"""The command `hpctrain`. The core has `run`; tools and plugins add the other commands."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import signal
@@ -14,6 +13,7 @@ import click
 
 from hpctrain.base.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
 from hpctrain.base.launcher_variables import launched
+from hpctrain.cli import run
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.ranks.process import end_process
 from hpctrain.version import __version__
@@ -27,8 +27,6 @@ GROUPS = {
     "More": ("plugins", "schema", "convert"),
 }
 """The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
-COMMANDS = ("run",)
-"""The core's own commands."""
 _EXAMPLE = """\b
 Example:
   hpctrain new job.toml            a commented job file, to be edited
@@ -40,23 +38,14 @@ Example:
 
 
 class _Commands(OpenGroup):
-    """Imports a command from the module of its name, so that only commands that need torch import torch."""
+    """The first level of commands. Their modules import torch where they need it: help and completion must be quick."""
 
     @property
     def place(self) -> str:
         return ""
 
-    def own(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
     def sections(self, names: list[str]) -> dict[str, list[str]]:
         return {title: [name for name in group if name in names] for title, group in GROUPS.items()}
-
-    def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"hpctrain.cli.{name}").command
-        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -69,6 +58,9 @@ class _Commands(OpenGroup):
 @click.version_option(__version__, prog_name="hpctrain")
 def cli() -> None:
     """Train PyTorch models on HPC clusters: `srun hpctrain run job.toml`."""
+
+
+cli.add_command(run.command)
 
 
 def main(words: Sequence[str] | None = None) -> None:

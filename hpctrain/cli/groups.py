@@ -96,41 +96,32 @@ class OpenGroup(click.Group):
         """The group's name in entry points."""
         return self.name or ""
 
-    def own(self, ctx: click.Context) -> list[str]:
-        """The names of hpctrain's own commands."""
-        return super().list_commands(ctx)
-
     def sections(self, names: list[str]) -> dict[str, list[str]]:
         """The names of first-party commands under the titles of the help."""
         return {"Commands": names}
 
-    def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """A command of hpctrain's own."""
-        return super().get_command(ctx, name)
-
-    def offers(self, ctx: click.Context) -> list[OfferedCommand]:
+    def offers(self) -> list[OfferedCommand]:
         """Commands that plugins add."""
-        return offers(self.place, self.own(ctx))
+        return offers(self.place, self.commands)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(dict.fromkeys([*self.own(ctx), *(offer.name for offer in self.offers(ctx))]))
+        return list(dict.fromkeys([*super().list_commands(ctx), *(offer.name for offer in self.offers())]))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command. Raises EnvironmentUnfitError for a plugin's that cannot be used."""
-        own = self.own_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        offer = next((offer for offer in self.offers(ctx) if offer.name == cmd_name), None)
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        offer = next((offer for offer in self.offers() if offer.name == cmd_name), None)
         return None if offer is None else offer.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = {name: self._describe(ctx, name) for name in self.own(ctx)}
+        own = {name: command.get_short_help_str(_LONGEST_LINE) for name, command in sorted(self.commands.items())}
         others = []
-        for offer in self.offers(ctx):
+        for offer in self.offers():
             if offer.is_first_party:
-                own[offer.name] = _describe_offer(offer)
+                own[offer.name] = _describe(offer)
             else:
-                others.append((offer.name, _describe_offer(offer)))
+                others.append((offer.name, _describe(offer)))
         sections = {title: [(name, own[name]) for name in names] for title, names in self.sections([*own]).items()}
         sections["Of plugins"] = others
         indent = max(len(name) for rows in sections.values() for name, _ in rows)  # one column in all sections
@@ -139,13 +130,9 @@ class OpenGroup(click.Group):
                 with formatter.section(title):
                     formatter.write_dl([(name.ljust(indent), text) for name, text in rows])
 
-    def _describe(self, ctx: click.Context, name: str) -> str:
-        command = self.own_command(ctx, name)
-        return "" if command is None else command.get_short_help_str(_LONGEST_LINE)
 
-
-def _describe_offer(offer: OfferedCommand) -> str:
+def _describe(offer: OfferedCommand) -> str:
     try:
         return offer.load().get_short_help_str(_LONGEST_LINE)
-    except EnvironmentUnfitError as error:
+    except EnvironmentUnfitError as error:  # the help shows it, and the other commands
         return str(error)

@@ -75,9 +75,7 @@ class SummedMetric(RunningMetric):
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
-        count = torch.tensor(
-            len(self._sums)
-        )  # a rank without samples doesn't know it, and takes part in the sums with zeros
+        count = torch.tensor(len(self._sums))  # a rank without samples doesn't know it, and adds zeros
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         if not count:
             return {}

@@ -36,7 +36,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         mapped = {key: map_tensors(function, inner) for key, inner in value.items()}
         return mapped if type(value) is dict else type(value)(**mapped)  # outputs of transformers, say
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes values, not an iterable
         return type(value)(*(map_tensors(function, inner) for inner in value))
     return type(value)(map_tensors(function, inner) for inner in value) if isinstance(value, (list, tuple)) else value
 

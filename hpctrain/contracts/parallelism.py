@@ -66,7 +66,7 @@ class AxisTraits:
     def __post_init__(self) -> None:
         if self.has_own_parameters and not self.cuts_samples:
             raise UsageError(f'the axis {self.axis}: has_own_parameters goes with ranks_have = "parts of samples" only')
-        choices = get_args(get_type_hints(AxisTraits)["ranks_have"])
+        choices = get_args(get_type_hints(AxisTraits)["ranks_have"])  # the annotation itself is a text
         if self.ranks_have not in choices:  # a typo would count as none of them, and train another model
             raise UsageError(
                 f"the axis {self.axis}: its traits say that ranks have {self.ranks_have!r}; expected one of {', '.join(choices)}"

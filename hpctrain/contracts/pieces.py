@@ -126,6 +126,7 @@ def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
 
 
 def _of_the_model(stored: Piece, runs: Sequence[Run]) -> Iterator[Piece]:
+    # begin and end of this rank's rows in the stored order; place: of the run in that order, first: in the model's
     begin, end, place = stored.offsets[0], stored.offsets[0] + len(stored.tensor), 0
     for first, count in runs:
         low, high = max(begin, place), min(end, place + count)

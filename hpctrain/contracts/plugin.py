@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from hpctrain.base.errors import EXIT_USAGE, ContractError, HpctrainError
 from hpctrain.contracts.identity import Identity
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # commands load plugins of schedulers without torch
     import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -82,7 +82,7 @@ class Plugin(ABC):
     The constructor of such a plugin also takes `chosen`: the plugins by the options.
     """
 
-    chosen: Mapping[str, Plugin] = MappingProxyType({})
+    chosen: Mapping[str, Plugin] = MappingProxyType({})  # can't be changed: all plugins share it
     """The plugins that the options chose."""
 
     holds: ClassVar[Mapping[str, str]] = {}
@@ -155,7 +155,7 @@ def broken(plugin: Plugin | type[Plugin], fault: str, expected: str) -> Contract
 def named(plugin: Plugin | type[Plugin], with_version: bool = True) -> str:
     """The plugin with its class, distribution and version (which takes a third of a second); a user's callable by its reference."""
     cls = plugin if isinstance(plugin, type) else type(plugin)
-    if cls.__module__.startswith(_FOREIGN):
+    if cls.__module__.startswith(_FOREIGN):  # the class around it is hpctrain's own, and not to blame
         return f"{plugin.name!r}"
     package = cls.__module__.partition(".")[0]
     owners = importlib.metadata.packages_distributions().get(package, ()) if with_version else ()

@@ -50,7 +50,7 @@ class Precision(Plugin):
 
     def product_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`: that of autocast in `forward`, else that of parameters."""
-        with self.forward(device):
+        with self.forward(device):  # torch knows autocast's dtype only within it
             is_cast = torch.is_autocast_enabled(device.type)
             return torch.get_autocast_dtype(device.type) if is_cast else self.parameter_dtype
 

@@ -82,9 +82,8 @@ class RunnerParts:
                 "look for detach(), item(), argmax or no_grad between the model's inputs and its loss"
             )
         divided = loss / divisor
-        return (
-            divided if self.scaler.scale == 1 else divided * self.scaler.scale
-        )  # else one operator more in each backward
+        # without a scale, one operator less in each backward
+        return divided if self.scaler.scale == 1 else divided * self.scaler.scale
 
     def seed_draws(self, step: int, micro: MicroBatch, stage: int = 0) -> None:
         """Seed random numbers by the place in the global batch, not by the rank: no random state needs saving.
@@ -116,7 +115,7 @@ class RunnerParts:
             figures |= {name: self._scalar(loss, f" {name!r}") for name, loss in result.items() if name != "loss"}
         losses = trained if isinstance(trained, Mapping) else {}
         losses = {f"loss_{name}": self._scalar(loss, f" {name!r}") for name, loss in losses.items()}
-        if micro.counts:
+        if micro.counts:  # a micro batch that only fills up is in no row
             self.named({**losses, **figures})
         whole = torch.stack(list(losses.values())).sum() if losses else self._scalar(trained, "")
         return whole if micro.counts else whole * 0  # the backward still runs: its collectives need every rank

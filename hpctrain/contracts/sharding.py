@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.contracts.buckets import GradientSums
+from hpctrain.contracts.compression import GradientSums
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece
@@ -116,6 +116,7 @@ class ShardedModel(ABC):
         it in this form. A parameter that is cut between forwards may get a gradient without a forward."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
+                # no method of this class: parameters would keep the model alive by their hooks
                 parameter.register_post_accumulate_grad_hook(partial(_tell, used, name))
 
     def rest(self) -> None:

@@ -26,7 +26,7 @@ class Agreement:
         self._device, self._alone, self._names = device, alone, list[str]()
 
     def name(self, optimizer: str) -> int:
-        """The number of an optimizer, which all ranks name in one order."""
+        """The number of an optimizer; all ranks name them in the same order."""
         self._names.append(optimizer)
         return len(self._names) - 1
 
@@ -43,7 +43,7 @@ class Agreement:
         rows = gather_row(row[:_WIDTH], _CPU)
         if any(other[:_SAME] != rows[0][:_SAME] for other in rows):
             raise TrainingError(self._difference(rows))
-        if is_accelerator(self._device):
+        if is_accelerator(self._device):  # its values travel on it, after the ranks have met
             return gather_row(values, self._device) if values else [[] for _ in rows]
         if len(row) > _WIDTH:  # only now: the ranks do the same, so their rows have one length
             rows = [[*start, *rest] for start, rest in zip(rows, gather_row(row[_WIDTH:], _CPU), strict=True)]

@@ -71,34 +71,34 @@ class Gradients:
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
 
     def show(self) -> None:
-        """Let the program read and change them: they are summed, or have changed."""
+        """Let the program read and change the gradients: they are summed, or have changed."""
         for name, parameter in self._parameters.items():
             whole = self._wholes.get(name)
             if whole is None or whole.device != parameter.device:  # an offloaded piece's gradient lies in host memory
                 parameter.grad = self._withheld(name, _IN_PARTS)
-            elif whole is not parameter:
+            elif whole is not parameter:  # the piece is a tensor of its own over the same memory
                 parameter.grad = None if whole.grad is None else laid_out_like(parameter, whole.grad)
             self._shown[name] = parameter.grad
 
     def show_pending(self, used: Collection[str]) -> None:
-        """A backward has left gradients that are not summed yet; the program sees those that the ranks keep whole.
+        """Show the program the gradients that a backward has left, which are not summed yet: those that ranks keep whole.
 
         used: the parameters that have one.
         """
         for name, parameter in self._parameters.items():
-            if parameter.grad is None and name in used:
+            if parameter.grad is None and name in used:  # the strategy has taken it already, as stage 2 does
                 parameter.grad = self._withheld(name, _NOT_SUMMED)
             self._shown[name] = parameter.grad
 
     def resume(self) -> None:
-        """Backwards add to the pending gradients again. Raises TrainingError where the program has replaced one."""
+        """Let backwards add to the pending gradients again. Raises TrainingError where the program has replaced one."""
         for name, shown in self._shown.items():
             if self._parameters[name].grad is not shown:
                 raise self._lost(name, _NOT_SUMMED)
         self.forget()
 
     def forget(self) -> None:
-        """Take away what stands in the place of gradients."""
+        """Remove the stand-ins of gradients."""
         for name in self._shown:
             if isinstance(self._parameters[name].grad, Withheld):
                 self._parameters[name].grad = None

@@ -35,9 +35,7 @@ FIRST = "model"
 
 def no_data(split: Split) -> list[Tensor] | None:
     """The data of a loop that takes none from the job."""
-    return (
-        [torch.zeros(1)] * 2**20 if split == "train" else None
-    )  # one tensor, and more samples than a global batch has
+    return [torch.zeros(1)] * 2**20 if split == "train" else None  # more than a global batch has; one tensor
 
 
 def has_data(job: Job) -> bool:
@@ -149,6 +147,7 @@ class GivenOptimizer(UserOptimizer):
         kind: Any = type(like)
         defaults = dict(like.defaults)
         parameters = inspect.signature(kind.__init__).parameters
+        # `defaults` has all options that an optimizer keeps; those that its constructor doesn't take follow from others
         takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         options = {key: value for key, value in defaults.items() if takes_all or key in parameters}
         rate = float(options.pop("lr", like.param_groups[0]["lr"]))
@@ -185,7 +184,7 @@ def groups_of(optimizer: torch.optim.Optimizer, module: nn.Module, name: str) ->
         raise UsageError(
             f"setup: the optimizer of {name!r} has the learning rate 0; expected more, and a schedule or 0 afterwards"
         )
-    names = {id(parameter): key for key, parameter in module.named_parameters()}
+    names = {id(parameter): key for key, parameter in module.named_parameters()}  # by id: `==` compares elements
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if any(number not in names for number in held):
         raise UsageError(

@@ -71,7 +71,7 @@ def own_loop(
         finally:
             loop.close()
     if leaving is not None and start.exit_code == EXIT_DONE:
-        raise leaving
+        raise leaving  # now that all is saved and closed
     if start.exit_code != EXIT_DONE:
         raise KeyboardInterrupt if loop.is_interrupted else SystemExit(start.exit_code)
 
@@ -170,12 +170,13 @@ class Loop:
         name = name or FIRST
         if name in self._models:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
-        self._refuse_known(name, model)
+        self._refuse_known(name, model)  # before `build`, which changes the module
         refuse_tables(tables, optimizer)
         if model is not None:
             model.zero_grad()  # gradients from before the loop would be added to the first step's
         if clip_norm is not None:
             tables["optimizer"] = {"clip_norm": clip_norm}
+        # a job of its own: the same checks and builders as for `hpctrain run` (docs/decisions/0087)
         checked = check_model(self._start.checked.raw.tables, self.world_size, name, model, optimizer, tables)
         if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             if optimizer is not None:
@@ -185,6 +186,7 @@ class Loop:
             return self._module(name, frozen.sharded.module, frozen.axes, checked, None, methods)
         built = build(self._start, checked)
         built.refuse_optimizer()
+        # else the program, or a scheduler of torch, sets the rates
         by_job = "schedule" in {**self._start.checked.raw.tables, **tables}
         trained = self._trained[name] = Trained(name, built, by_job, self._agreement)
         self._models[name] = LaidOut(name, built.sharded, built.meshes, trained)
@@ -216,7 +218,7 @@ class Loop:
             if trained is not None:
                 trained.forwarded(trains)
 
-        drop = None if trained is None else trained.zero_grad
+        drop = None if trained is None else trained.zero_grad  # a frozen model has no gradients
         return own(name, module, precision.parameter_dtype, calling, drop, methods)
 
     def _refuse_known(self, name: str, model: nn.Module | None) -> None:
@@ -337,7 +339,7 @@ class Loop:
         held.sharded.adopt()  # changes that the program has made outside this context
         if whole:
             held.sharded.consolidate()
-        with torch.no_grad(), forked_random_state(self.device):
+        with torch.no_grad(), forked_random_state(self.device):  # the loop's own draws go on as without this context
             if whole:
                 copies = WholeParameters(held, chosen, with_gradients, self.device)
                 entries: list[tuple[str, Tensor, tuple[int, ...]]]
@@ -349,7 +351,7 @@ class Loop:
             yield Parameters(entries, seed, self.device)
             if whole:
                 copies.write_back()
-        held.sharded.refresh()
+        held.sharded.refresh()  # the pieces have changed
         if trained is not None:
             trained.show_gradients()
 
@@ -423,7 +425,7 @@ class Loop:
         self._agreement.on(END_OF_LOOP, self.step)  # a rank that leaves the loop alone is an error on all
         code = EXIT_DONE
         if self.stopped:
-            code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED
+            code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED  # a stopped job is to go on
         if self._steps is not None:
             self._steps.finish(code)
         return code
@@ -434,5 +436,5 @@ class Loop:
             self._steps.close()
             self._steps.session.close()
         else:
-            for trained in self._trained.values():
+            for trained in self._trained.values():  # no session has taken them
                 trained.model.sums.close()

@@ -35,18 +35,18 @@ class _Calls:
 
 
 class OwnModule(nn.Module):
-    """The class that `own` puts in front of a module's: calls of the module are those of a model of the loop.
+    """A class that `own` puts in front of a module's: calls of the module become calls of a model of the loop.
 
     Names, attributes and methods stay the module's own.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the module's own class: a slice of a container is no model of the loop."""
+        """Make an instance of the module's own class: a slice of a container is no model of the loop."""
         return cls.__mro__[2](*args, **kwargs)  # behind the class that `own` has made, and this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
-        them. Within a call it is the module's own forward: parameters are there already."""
+        """The module's outputs: whole where tensor parallelism has cut them, and 16-bit floats in float32, which a loss needs.
+        Within a call it is the module's own forward: the parameters are gathered already."""
         if self.__dict__[_CALLS].inside:
             return self.forward(*args, **kwargs)
         return self._run("forward", args, kwargs)
@@ -67,7 +67,7 @@ class OwnModule(nn.Module):
         return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, or the method that runs as one; called by the program, it is a call."""
+        """The module's forward, or the method that runs as one. If the program calls `forward` itself, it is a call."""
         calls: _Calls = self.__dict__[_CALLS]
         if not calls.inside:
             return self(*args, **kwargs)
@@ -77,7 +77,7 @@ class OwnModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
         drop = self.__dict__[_CALLS].drop
-        if drop is not None:
+        if drop is not None:  # else the model is frozen
             drop()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -147,7 +147,7 @@ def own(
     calls = _Calls(dtype, calling, drop)
 
     def refuse_part(part: nn.Module, _: Any) -> None:
-        if not calls.inside and torch.is_grad_enabled():
+        if not calls.inside and torch.is_grad_enabled():  # without gradients, a part may be looked at
             raise TrainingError(
                 f"the program calls {type(part).__name__}, a part of the model {name!r}; call the model that setup returned, or a "
                 "method that you give setup(methods=[...]): the ranks gather parameters and sum gradients around these"

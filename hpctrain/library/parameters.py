@@ -93,7 +93,7 @@ class WholeParameters:
             place = tuple(slice(at, at + n) for at, n in zip(piece.offsets, tensor.shape, strict=True))
             tensor.copy_(whole[place])
             if piece.name not in self._with_gradients:
-                continue
+                continue  # the copy has no gradient to bring back
             if whole.grad is None or tensor.grad is None:  # dropped by the program now, or before
                 tensor.grad = None if whole.grad is None else whole.grad[place].to(tensor.device, copy=True)
             else:

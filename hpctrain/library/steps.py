@@ -103,7 +103,7 @@ class OwnSteps(Steps):
         session = self.session
         start_hooks(session)
         session.hooks.position.move(BETWEEN)
-        end_if_asked(session)
+        end_if_asked(session)  # a hook may have asked at the start
         if session.job.batch.packing:
             from hpctrain.training.packing_trial import try_packing
 
@@ -140,6 +140,7 @@ class OwnSteps(Steps):
         self.dealt, self.is_last = 1, True  # a backward between two steps counts as a micro batch of its own
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
+        # the ranks compare a checksum of the names: numbers of other names would be added
         detail, done, is_first = zlib.crc32(json.dumps(list(logged)).encode()), progress.step + 1, self.is_first
         mine = replace(
             self.figures(done, has_known_forwards=False), saves=float(self.saves), named=list(logged.values())
@@ -150,7 +151,7 @@ class OwnSteps(Steps):
         self._refuse_no_update(bool(updates))
         session.model.scaler.update(all(trained.is_finite for trained in self._trained.values()))  # all models share it
         for model in session.models:
-            model.sharded.adopt()
+            model.sharded.adopt()  # a save below reads the pieces
         first = next(iter(self._trained))
         self._newest = updates.get(first, replace(self._newest, verdict=None, taken=True))
         means = {name: sum(rank.named[place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
@@ -187,7 +188,7 @@ class OwnSteps(Steps):
                 "validation: the job has no validation data; give it [evaluation] and data with that split"
             )
         for model in self.session.models:
-            model.consolidate()
+            model.consolidate()  # all ranks evaluate one model
         loader = self.session.feed.validation_loader()
         try:
             yield from loader

@@ -35,7 +35,7 @@ class _Used:
         """Whether a backward of the loop goes through a forward of the model."""
 
     def __call__(self, name: str, in_forward: bool) -> None:
-        if not self.is_expected:
+        if not self.is_expected:  # a backward of the program's own, or a loss of parameters alone
             self.strays.add(name)
         elif in_forward:
             self.names.add(name)
@@ -52,7 +52,7 @@ class Trained:
         """The loop's, once they have begun."""
         self.begin_step()
         parameters = dict(model.module.named_parameters())
-        # the trained parameters
+        # the trained parameters as they are between steps; forwards may have others, which the strategy gathers
         self._whole = {key: parameter for key, parameter in parameters.items() if key in model.shapes}
         self._frozen = {key: parameter for key, parameter in parameters.items() if key not in model.shapes}
         self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
@@ -65,9 +65,9 @@ class Trained:
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
-        self._open = self._reached = self._pending = self._summed = False
-        # whether there are summed gradients that no update has used
-        self._unused = False
+        # a forward waits for its backward; that has come; gradients wait for their sum; they have it; and no update has used it
+        self._open = self._reached = self._pending = self._summed = self._unused = False
+        # whether the ranks sum in the backward of the open micro batch; whether the program itself differentiates in it
         self._last, self._differentiates = True, False
         self.backward_runs = False
         """Whether the loop's own backward goes on."""
@@ -90,11 +90,11 @@ class Trained:
 
         Raises TrainingError if the model waits for the backward of a forward in another micro batch.
         """
-        if self._open:
+        if self._open:  # a second forward of this micro batch
             if last != self._last:
                 raise self._unused_forward()
             return
-        if self._gradients.are_dropped:
+        if self._gradients.are_dropped:  # the program sets `grad` to None in place of zero_grad
             self.zero_grad()
         if self._summed:  # the program goes on adding, and the strategy begins anew
             self._used.names -= self._gradients.take()
@@ -109,7 +109,7 @@ class Trained:
 
     def forwarded(self, trains: bool) -> None:
         """A forward is over. trains: whether `forwarding` was called before it."""
-        if trains:
+        if trains:  # stage 3 frees what it has gathered: a change in place would be lost
             now = [(name, value) for name, value in self.model.module.named_parameters() if name in self._whole]
             gathered = [(name, value) for name, value in now if value is not self._whole[name]]
             self._versions = [(name, value, version_of(value)) for name, value in gathered]
@@ -132,7 +132,7 @@ class Trained:
         Raises TrainingError where no forward has come before it.
         """
         if not self.backward_runs:
-            if not self._differentiates:
+            if not self._differentiates:  # once for each micro batch
                 self._differentiates = True
                 self.model.sharded.keep_whole()
             return
@@ -147,7 +147,7 @@ class Trained:
         """A backward of `loss` is over. Collective at the step's last micro batch, if it has reached the model."""
         self.backward_runs = self._used.is_expected = False
         if not self._reached:
-            return
+            return  # the loss was of other models
         self._open = self._reached = self._differentiates = False
         self._pending = True
         if self._last:
@@ -158,7 +158,7 @@ class Trained:
         self._clipped = None
 
     def _sum(self) -> None:
-        self._gradients.resume()
+        self._gradients.resume()  # takes stand-ins away, which the strategy would take for gradients
         self.model.sharded.synchronize()
         gradients = self.model.take_gradients()
         if self._kept:
@@ -180,7 +180,7 @@ class Trained:
                 f"{thawed} of the model {self.name!r} was frozen when it was set up, has requires_grad now, and is in no "
                 "optimizer; set models up with all that is ever trained, and freeze it afterwards"
             )
-        if self._pending:
+        if self._pending:  # the program steps before the step's last micro batch
             self._sum()
         if self._kept and not self._summed:
             raise self._unused_forward()
@@ -215,6 +215,7 @@ class Trained:
 
     def note_used(self, ranks: Sequence[Sequence[float]]) -> None:
         """Note the parameters that no rank has used. ranks: the `used_bits` of each."""
+        # a parameter that one rank has used is used: gradients are sums
         words = [reduce(or_, map(int, bits)) for bits in zip(*ranks, strict=True)]
         self._idle = {
             name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1
@@ -255,7 +256,7 @@ class Trained:
     def clip(self, limit: float) -> float:
         """Clip the gradients; returns their norm before. Collective."""
         gradients = self.summed_gradients()
-        self._clipped = self._figures(gradients)
+        self._clipped = self._figures(gradients)  # `step` judges these: one exchange for both
         clip(gradients, self._clipped.norm, limit)
         return self._clipped.norm
 
@@ -264,14 +265,14 @@ class Trained:
         if self.steps is None:
             raise TrainingError("step: the loop has no step yet; expected it inside of `for step in loop.steps()`")
         gradients = self.summed_gradients()
-        self.model.sharded.adopt()
+        self.model.sharded.adopt()  # the program may have changed parameters, such as by clamp_
         clipped, self._clipped = self._clipped, None
         figures = clipped or self._figures(gradients)
         self._leave_idle()
         update = self.steps.update(
             self.model, gradients, figures, clips=clipped is None, sets_rate=self.follows_schedule
         )
-        self._unused = False
+        self._unused = False  # the gradients stay: a second step without zero_grad uses them again, as in torch
         self.is_finite = self.is_finite and math.isfinite(figures.norm)
         if self.update is not None:  # the step's verdict is the strictest one
             strictest = max(self.update.verdict, update.verdict, key=_strictness)
@@ -303,7 +304,7 @@ class Trained:
             self.model.sharded.restart(self._last)
             self._pending, self._unused = False, True
         elif self._pending:
-            self._sum()
+            self._sum()  # a strategy has no other way to end its micro batches
         if self._unused:  # compression has a part of them in its error feedback
             self.model.sums.leave_out()
         if not self._open:
@@ -312,7 +313,7 @@ class Trained:
 
     @property
     def is_training(self) -> bool:
-        """Whether any parameter takes part in the next backward."""
+        """Whether a forward now is one that a backward may follow."""
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._whole.values())
 
     def note_rates(self) -> None:

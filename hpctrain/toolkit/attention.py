@@ -49,6 +49,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
     scores: Tensor = query.to(wide) @ key.to(wide).transpose(-1, -2) * query.shape[-1] ** -0.5
     if causal:
+        # parts are causal only where queries and keys are the same tokens, so the triangle begins at the diagonal
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(later, float("-inf"))
     return scores
@@ -64,7 +65,7 @@ def narrowed(*tensors: Tensor) -> list[Tensor]:
 def shared(tensor: Tensor, heads: int) -> Tensor:
     """Keys or values `(..., fewer, seq, head_size)`, which queries share, repeated for each of their `heads`."""
     groups = heads // tensor.shape[-3]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, -3)
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, -3)  # queries side by side share
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,10 @@ class BucketedModel(ShardedModel):
         if self.begins_step:
             for bucket in self.buckets:
                 bucket.forget()
-        self.begins_step, self.is_last = False, last and not interleaved
+        self.begins_step, self.is_last = (
+            False,
+            last and not interleaved,
+        )  # interleaved: gradients are complete at the end
         self.await_gradients(interleaved)
 
     @abstractmethod

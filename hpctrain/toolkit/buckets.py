@@ -53,7 +53,7 @@ class BucketEntry:
         """Make `view` the memory of the values."""
         for piece, part in zip(self.pieces, self.cut(view), strict=True):
             piece.tensor.data = part
-        self.local.data = view  # `data`: the tensors' objects stay, and autograd records nothing
+        self.local.data = view  # `data`: tensors stay the same objects, and autograd records nothing
         if isinstance(self.parameter, DTensor):
             move_local(self.parameter, view)
 
@@ -105,7 +105,7 @@ class Bucket:
         end = 0
         for entry in self.entries:
             entry.offset, end = end, end + entry.local.numel()
-        share = -(-end // self.slices)
+        share = -(-end // self.slices)  # rounded up: collectives need slices of one length
         if self.slices > 1:
             unit = max(1, _ALIGNMENT // self.dtype.itemsize)
             share = -(-share // unit) * unit
@@ -166,11 +166,11 @@ class Bucket:
             entry.point_gradient(view)
             entry.filled = True
         if views:
-            foreach_copy_(views, gradients)
+            foreach_copy_(views, gradients)  # together: one launch on a GPU
 
     def _view_of(self, entry: BucketEntry, flat: Tensor) -> Tensor:
         """The entry's part of a buffer of gradients. Views are kept: there are few buffers, and many gradients in each step."""
-        place = flat.data_ptr(), entry.offset
+        place = flat.data_ptr(), entry.offset  # stage 2's buckets take turns with a few buffers
         if place not in self._views:
             self._views[place] = entry.view(flat)
         return self._views[place]

@@ -46,5 +46,5 @@ class HostGradients:
             self._kept[first] = [
                 torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin_memory) for gradient in gradients
             ]
-        copy_to_host(self._kept[first], gradients)
+        copy_to_host(self._kept[first], gradients)  # all copies together: one wait for the device
         return self._kept[first]

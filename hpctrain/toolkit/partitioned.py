@@ -83,6 +83,7 @@ class PartitionedModel(BucketedModel):
     axis = "dp_shard"
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: PartitionedOptions) -> None:
+        # the smaller limit: the same buckets are summed and gathered
         super().__init__(module, sums, min(options.reduce_bucket_size, options.allgather_bucket_size), sliced=True)
         self._replicas = mesh["dp_replicate"].size()
         self.options = options
@@ -103,7 +104,7 @@ class PartitionedModel(BucketedModel):
             view = entry.view(flat)
             view.copy_(entry.local)
             entry.move_to(view)
-        own = bucket.own_slice(flat)
+        own = bucket.own_slice(flat)  # a view: the optimizer's updates are in the module's parameters at once
         gradients = self._gradients_of(bucket)
         master, master_gradients = own, gradients
         if self._offloads:
@@ -114,7 +115,7 @@ class PartitionedModel(BucketedModel):
             for entry in bucket.entries
             for piece, gradient in _owned(entry, begin, master, master_gradients)
         ]
-        first = master_gradients.storage_offset()
+        first = master_gradients.storage_offset()  # of stage 1: its gradients are a slice of the bucket's
         spans = [Span(piece, int(gradient.storage_offset() - first)) for piece, gradient in pieces]
         content = GradientBucket(spans, bucket.share, bucket.dtype, gradients.device)
         over_replicas = self._sums.bucket(content, "dp_replicate")
@@ -127,10 +128,9 @@ class PartitionedModel(BucketedModel):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
-            finishes = [
+            for finish in [
                 part.sum.all_reduce(part.gradients) for part in self._parts
-            ]  # all begin before the first is waited for
-            for finish in finishes:
+            ]:  # all begin before one is waited for
                 finish()
 
     def _hand_over(self) -> None:
@@ -144,7 +144,7 @@ class PartitionedModel(BucketedModel):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        for part in self._parts if self._offloads else ():
+        for part in self._parts if self._offloads else ():  # else the master is the slice itself
             part.master.copy_(part.own)
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class PartitionedModel(BucketedModel):
                 part.own.copy_(part.master, non_blocking=True)  # whoever changes the master refreshes again
         shared = [(bucket, part) for bucket, part in zip(self.buckets, self._parts, strict=True) if bucket.slices > 1]
         if shared:
-            works = [
+            works = [  # all at once: the network has the next gather while one ends
                 dist.all_gather_single(part.parameters, part.own, group=bucket.group, async_op=True)
                 for bucket, part in shared
             ]
@@ -163,7 +163,7 @@ class PartitionedModel(BucketedModel):
                 work.wait()
 
     def pieces(self) -> list[Piece]:
-        return [piece for part in reversed(self._parts) for piece, _ in part.pieces]
+        return [piece for part in reversed(self._parts) for piece, _ in part.pieces]  # buckets are in backward's order
 
 
 def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) -> list[tuple[Piece, Tensor]]:

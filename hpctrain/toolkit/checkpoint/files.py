@@ -122,7 +122,7 @@ class Output:
 def memory_file() -> BinaryIO:
     """An unnamed file without a buffer, in memory where the system has that (Linux), else among temporary files."""
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("hpctrain"), "w+b", buffering=0)
+        return open(os.memfd_create("hpctrain"), "w+b", buffering=0)  # nobody else can open it
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
 
 

@@ -20,9 +20,7 @@ _HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 def seal(content: dict[str, Any]) -> bytes:
     """`content`, which must not be empty, as the bytes of a file."""
-    rest = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[
-        1:
-    ]  # without its brace, which the head has
+    rest = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]  # the head has the brace
     return b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 
 
