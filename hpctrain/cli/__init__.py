@@ -125,4 +125,4 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:  # no space left, or no reader
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more

@@ -63,7 +63,7 @@ def _hindrance(name: str, source: ModuleSource, sources: Sequence[ModuleSource],
     if " " in name or not name:
         return f'its entry point names no group; expected "command.NAME", or "command.GROUP.NAME" with {" or ".join(GROUPS)}'
     if source.distribution == PROJECT:
-        return ""
+        return ""  # plugins get out of its way
     if name in own or sources[0].distribution == PROJECT:
         return "the name is that of a command of hpctrain's own, which is used; expected another name"
     if len(sources) > 1:

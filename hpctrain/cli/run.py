@@ -12,14 +12,16 @@ import click
 
 from hpctrain.base.errors import EXIT_STOPPED, UsageError
 from hpctrain.base.launcher_variables import TYPED
-from hpctrain.cli.options import example, job_arguments, say
+from hpctrain.cli.options import example, say, set_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
 @click.command(
     "run", epilog=example("hpctrain run job.toml -n 4 --set optimizer.lr=1e-3", "srun hpctrain run job.toml")
 )
-@job_arguments
+@click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path))
+@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="RANKS", help="Number of ranks.")
+@set_option
 @click.option("--resume", default="auto", metavar="auto|never|PATH", help="Continue from the newest checkpoint (auto), "
               "from step 0 (never), or from one checkpoint (PATH).")  # fmt: skip
 @click.option("--restarts", default=0, type=click.IntRange(min=0), metavar="N", help="Start the ranks again, up to N times, if one "
@@ -40,7 +42,7 @@ def command(
     Under mpiexec, mpirun, srun or torchrun this process is one rank, and -n, if given, must equal the number of ranks.
     Without a launcher, -n starts that many ranks, on this machine or the hosts of --hostfile; the default is one, or all slots.
     """
-    if resume not in ("auto", "never") and not os.path.exists(resume):
+    if resume not in ("auto", "never") and not os.path.exists(resume):  # before any rank starts
         raise UsageError(
             f"--resume {resume}: there is no such checkpoint, or no permission to see it; expected auto, never or a "
             "checkpoint's directory"

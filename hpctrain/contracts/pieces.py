@@ -20,7 +20,7 @@ _ROW_ORDERS = "hpctrain_row_orders"
 class Piece:
     """A rectangle of a named tensor that lies on this rank.
 
-    `name` and `shape` are those of the tensor in the single-process model, `offsets` is the rectangle's begin in every
+    `name` and `shape` are those of the tensor in the single-process model, `offsets` is the rectangle's start in every
     dimension, and `tensor` has the rectangle's live values (not a copy), of any stride. `axes` are the mesh axes along
     which ranks hold different pieces of the tensor; along all others it is replicated. A replicated tensor is a piece
     with the whole shape on each rank that holds it, and without axes.
@@ -69,7 +69,7 @@ def laid_out_like(parameter: Tensor, local: Tensor) -> Tensor:
 def offsets_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The begin of a rank's part of a DTensor in every dimension, on a mesh of these `sizes` at this `coordinate`.
+    """The start of a rank's part of a DTensor in every dimension, on a mesh of these `sizes` at this `coordinate`.
 
     torch 2.13's own function gives another rank's place where one axis unevenly cuts what another has unevenly cut.
     """
@@ -126,7 +126,7 @@ def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
 
 
 def _of_the_model(stored: Piece, runs: Sequence[Run]) -> Iterator[Piece]:
-    # begin and end of this rank's rows in the stored order; place: of the run in that order, first: in the model's
+    # begin, end: of this rank's rows in the stored order; place: of the run in that order, first: in the model's
     begin, end, place = stored.offsets[0], stored.offsets[0] + len(stored.tensor), 0
     for first, count in runs:
         low, high = max(begin, place), min(end, place + count)

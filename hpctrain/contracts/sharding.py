@@ -102,7 +102,7 @@ class ShardedModel(ABC):
     def restart(self, last: bool) -> None:
         """Begin the step anew in a program's own loop: it drops the gradients of the step's micro batches so far, after
         `begin(last)` of the next one, whose forward may have run: its gradients become the step's first ones. Collective."""
-        self.synchronize()
+        self.synchronize()  # ends the micro batches; nobody reads the sums
         self.begin(last)
 
     def keep_whole(self) -> None:

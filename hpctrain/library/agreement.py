@@ -1,4 +1,4 @@
-"""Checks that the ranks of a program's loop do the same things in the same order; the error says where they part."""
+"""Checks that the ranks of a program's loop do the same things in the same order; the error says where they differ."""
 
 from __future__ import annotations
 

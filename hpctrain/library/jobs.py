@@ -106,6 +106,7 @@ def check_model(
         merged["model"] = {**of_trainer, "name": no_model, "loss": no_loss}  # without options of the job's own model
         if not has_batch_norms(module):
             merged["model"].pop("sync_batch_norm", None)  # meant for the job's other models
+    # without places: keys of the tables come from the job file and from the program
     checked = check(RawJob(referenced(merged), {}, f"the model {name!r}").refuse_values(), ranks)
     parts = checked.parts
     if not has_data(checked.job):

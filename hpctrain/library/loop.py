@@ -142,7 +142,7 @@ class Loop:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it was Ctrl-C."""
+        """Whether Ctrl-C has ended them."""
         return self._steps is not None and self._steps.is_interrupted
 
     def setup(
@@ -157,7 +157,7 @@ class Loop:
         """Lay a model out over the ranks; returns it and its optimizer, or a frozen model alone. Collective.
 
         Use the returned model from then on. model: None takes the job's [model]; a model whose parameters all have requires_grad =
-        False is frozen. optimizer: one over the model's parameters; the loop's takes over its class, groups and options. None takes
+        False is frozen. optimizer: one over the model's parameters; the returned one has its class, groups and options. None takes
         the job's [optimizer]. name: in checkpoints and metrics; needed from the second model on. clip_norm: for its gradients, in
         place of the job's. methods: the model's methods besides forward that the loop calls, such as `["encode"]`. tables: those of
         sharding, precision, schedule, compile, compression and activation_checkpointing in which this model differs from the job,
@@ -293,11 +293,8 @@ class Loop:
         with self._start.hooks.phase("backward", self.step):
             for trained in models:
                 trained.backwarding()
-            try:
-                (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
-            finally:
-                for trained in models:
-                    trained.backward_runs = False
+            # strategies sum gradients over ranks and micro batches: divided by the number of parts, the sum is a mean
+            (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
         if behind:
             refuse_strangers(behind, [trained.model.module for trained in models])
         for trained in models:  # all of them before any: `backwarded` is collective

@@ -77,7 +77,7 @@ class OwnSteps(Steps):
         self._logged: dict[str, list[Figure]] = {}
         # whether the program is in a step
         self._goes_on = False
-        # the newest update of the first model, which may be of an earlier step: nothing before the first one
+        # the newest update of the first model, which may be of an earlier step: its figures stand in a row without an update
         self._newest = Update(first.model, StepFigures(0, math.nan, math.nan, [], False), math.nan, True, None)
 
     def _restore_rates(self) -> None:
@@ -91,7 +91,7 @@ class OwnSteps(Steps):
 
     @property
     def parts_of_batch(self) -> int:
-        """The parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
+        """The number of parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
         return self.session.model.batch_group.size() * self.dealt
 
     def log(self, values: Mapping[str, Figure]) -> None:
@@ -214,7 +214,7 @@ class OwnSteps(Steps):
             save_if_due(session, stop_agreed=False)
 
     def finish(self, code: int) -> None:
-        """The loop is over. code: the exit code. Collective."""
+        """Tell the hooks and the user that the loop is over. code: the exit code. Collective."""
         session = self.session
         result = {
             "step": session.progress.step,

@@ -69,8 +69,8 @@ class Trained:
         self._open = self._reached = self._pending = self._summed = self._unused = False
         # whether the ranks sum in the backward of the open micro batch; whether the program itself differentiates in it
         self._last, self._differentiates = True, False
-        self.backward_runs = False
-        """Whether the loop's own backward goes on."""
+        # whether the loop's own backward goes on
+        self._backward_runs = False
         # gradients of earlier backwards that a forward has put aside: a strategy's sum would overwrite them
         self._kept: list[Tensor] = []
         self._noted: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ class Trained:
 
     def backwarding(self) -> None:
         """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
-        self.backward_runs, self._used.is_expected = True, self._open
+        self._backward_runs, self._used.is_expected = True, self._open
         for name, parameter, version in self._versions if self._open else ():
             if version_of(parameter) != version:
                 raise TrainingError(
@@ -131,7 +131,7 @@ class Trained:
 
         Raises TrainingError where no forward has come before it.
         """
-        if not self.backward_runs:
+        if not self._backward_runs:
             if not self._differentiates:  # once for each micro batch
                 self._differentiates = True
                 self.model.sharded.keep_whole()
@@ -145,7 +145,7 @@ class Trained:
 
     def backwarded(self, loss: Tensor) -> None:
         """A backward of `loss` is over. Collective at the step's last micro batch, if it has reached the model."""
-        self.backward_runs = self._used.is_expected = False
+        self._backward_runs = self._used.is_expected = False
         if not self._reached:
             return  # the loss was of other models
         self._open = self._reached = self._differentiates = False

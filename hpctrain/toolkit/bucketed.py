@@ -60,10 +60,7 @@ class BucketedModel(ShardedModel):
         if self.begins_step:
             for bucket in self.buckets:
                 bucket.forget()
-        self.begins_step, self.is_last = (
-            False,
-            last and not interleaved,
-        )  # interleaved: gradients are complete at the end
+        self.begins_step, self.is_last = False, last and not interleaved
         self.await_gradients(interleaved)
 
     @abstractmethod

@@ -171,6 +171,7 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
     cut = []
     for span in entry.spans():
         base = span.piece
+        # the span's elements in the slice
         low, high = max(begin - span.begin, 0), min(begin + len(master) - span.begin, span.numel)
         place = span.begin + low - begin
         for offsets, lengths in rectangles(tuple(base.tensor.shape), low, high):
@@ -178,6 +179,7 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
             tensor, gradient = (flat[place:end].view(lengths) for flat in (master, gradients))
             place = end
             absolute = tuple(a + b for a, b in zip(base.offsets, offsets, strict=True))
+            # a parameter: optimizers take leaves only, and a view of the slice is none
             piece = Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard"))
             cut.append((piece, gradient))
     return cut
@@ -186,7 +188,7 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
     """Cut the elements `begin` to `end` of a row-major tensor of `shape` into rectangles, in the order of the elements.
 
-    These are the rest of a first row, whole rows, and the begin of a last row. Partial rows are cut in the same way, so there
+    These are the rest of a first row, whole rows, and the start of a last row. Partial rows are cut in the same way, so there
     are at most 2 x dims - 1 rectangles.
     """
     if begin >= end:

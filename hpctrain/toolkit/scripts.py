@@ -27,7 +27,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 def _printable(value: object) -> str:
-    """Text within a line of a script. Raises UsageError for a line end, after which a comment for the scheduler could follow."""
+    """The value as text. Raises UsageError for a line end, which would start another line, such as a comment for the scheduler."""
     if not str(value).isprintable():
         raise UsageError(
             f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script"
@@ -64,7 +64,7 @@ def clock(seconds: int) -> str:
 
 
 def told_by(words: Sequence[str], what: str) -> str:
-    """The output of a scheduler's command. what: the begin of the sentence about a failure, such as "sbatch refused the job".
+    """The output of a scheduler's command. what: the start of the sentence about a failure, such as "sbatch refused the job".
 
     Raises EnvironmentUnfitError if this machine lacks the command or it does not answer, UsageError with the command's own
     sentence if it fails.

@@ -88,7 +88,7 @@ def naming(path: Path, rank: int) -> Iterator[None]:
 
 
 class Output:
-    """Writes a file from its begin to its end, many small buffers with one call of the system."""
+    """Writes a file from start to end, many small buffers with one call of the system."""
 
     MOST_BUFFERS = 1024  # IOV_MAX of Linux
     MOST_BYTES = 4 * 2**20  # so that little waits; a larger buffer goes out at once

@@ -1,4 +1,4 @@
-"""Rectangles of a tensor: `offsets` is the begin of one, and `shape` its extent, a number per dim."""
+"""Rectangles of a tensor: `offsets` is where one starts, and `shape` its extent, a number per dim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rectangle(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
@@ -49,7 +49,7 @@ def tiling_fault(shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:
         inside = zip(rectangle.offsets, rectangle.shape, shape, strict=True)
         if not all(offset >= 0 and length >= 0 and offset + length <= whole for offset, length, whole in inside):
             return f"{_text(rectangle)} lies outside of {list(shape)}"
-    filled = [rectangle for rectangle in rectangles if rectangle.volume > 0]
+    filled = [rectangle for rectangle in rectangles if rectangle.volume > 0]  # ranks may hold nothing of a tensor
     cut = [dim for dim, whole in enumerate(shape) if any(rectangle.shape[dim] != whole for rectangle in filled)]
     if len(cut) > MOST_DIMS_CUT:  # a crafted file must not keep the check busy
         return f"it is cut along {len(cut)} dims, expected at most {MOST_DIMS_CUT}"

@@ -32,7 +32,7 @@ def checksum_of(raw: bytes) -> str:
 
 
 def unseal(raw: bytes) -> Any:
-    """The content that `seal` was given; CheckpointError when a bit has changed, or it is no JSON."""
+    """The content that `seal` has got; CheckpointError if a bit has changed, or for text that is no JSON."""
     head = _HEAD.match(raw)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(raw)[head.end() :]) != head[1].decode():
         raise CheckpointError("its checksum doesn't fit its content: the file is damaged or cut off")
