@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import click
 
 from hpctrain.base.errors import escaped
@@ -21,3 +25,14 @@ set_option = click.option(
     "--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE",
     help="Override a key, or remove it with TABLE.KEY=; may be repeated.",
 )  # fmt: skip
+
+
+def job_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """JOB.toml, -n and --set."""
+    for decorate in (
+        set_option,
+        click.option("-n", "ranks", type=click.IntRange(min=1), metavar="RANKS", help="Number of ranks."),
+        click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path)),
+    ):
+        function = decorate(function)
+    return function

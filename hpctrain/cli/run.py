@@ -12,16 +12,14 @@ import click
 
 from hpctrain.base.errors import EXIT_STOPPED, UsageError
 from hpctrain.base.launcher_variables import TYPED
-from hpctrain.cli.options import example, say, set_option
+from hpctrain.cli.options import example, job_arguments, say
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
 @click.command(
     "run", epilog=example("hpctrain run job.toml -n 4 --set optimizer.lr=1e-3", "srun hpctrain run job.toml")
 )
-@click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path))
-@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="RANKS", help="Number of ranks.")
-@set_option
+@job_arguments
 @click.option("--resume", default="auto", metavar="auto|never|PATH", help="Continue from the newest checkpoint (auto), "
               "from step 0 (never), or from one checkpoint (PATH).")  # fmt: skip
 @click.option("--restarts", default=0, type=click.IntRange(min=0), metavar="N", help="Start the ranks again, up to N times, if one "

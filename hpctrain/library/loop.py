@@ -388,7 +388,7 @@ class Loop:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenate the ranks' tensors of one shape (rows, ...) into (world_size * rows, ...). Collective."""
-        mine = torch.atleast_1d(tensor.detach()).contiguous()
+        mine: Tensor = torch.atleast_1d(tensor.detach()).contiguous()
         everyone = mine.new_empty(self.world_size * mine.shape[0], *mine.shape[1:])
         dist.all_gather_single(everyone, mine)
         return everyone

@@ -65,9 +65,10 @@ class Trained:
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
-        # a forward waits for its backward; that has come; gradients wait for their sum; they have it; and no update has used it
+        # open: a forward waits for its backward; reached: that has come to the model; pending: gradients wait for the ranks' sum;
+        # summed: they have it; unused: no update has used it
         self._open = self._reached = self._pending = self._summed = self._unused = False
-        # whether the ranks sum in the backward of the open micro batch; whether the program itself differentiates in it
+        # last: the open micro batch's backward sums; differentiates: the program has computed gradients of its own in it
         self._last, self._differentiates = True, False
         # whether the loop's own backward goes on
         self._backward_runs = False
@@ -86,7 +87,7 @@ class Trained:
         self._clipped: StepFigures | None = None
 
     def forwarding(self, step: int, last: bool) -> None:
-        """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward.
+        """Prepare for a forward whose backward may follow. last: whether the ranks sum the gradients in that backward.
 
         Raises TrainingError if the model waits for the backward of a forward in another micro batch.
         """
@@ -129,7 +130,7 @@ class Trained:
     def reached(self, _: Tensor) -> None:
         """A backward has come to the model's outputs: the loop's, or one of the program's own between its forwards.
 
-        Raises TrainingError where no forward has come before it.
+        Raises TrainingError for a forward whose gradients are summed already.
         """
         if not self._backward_runs:
             if not self._differentiates:  # once for each micro batch
