@@ -17,7 +17,6 @@ from hpctrain.base.devices import (
     profiler_ranges,
     seconds_between,
     takes_bf16,
-    to_device,
 )
 from hpctrain.base.errors import (
     EXIT_ENVIRONMENT,
@@ -54,7 +53,6 @@ from hpctrain.base.torch_private import (
     children_of,
     communicate_by_dtype,
     foreach_copy_,
-    foreach_mul_,
     is_mutable,
     is_profiling,
     is_view,
@@ -66,14 +64,17 @@ from hpctrain.base.torch_private import (
     version_of,
 )
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
-from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
 from hpctrain.contracts.checkpoint import CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import (
+    BucketSum,
     Compression,
     CompressionOptions,
     Compressor,
+    GradientBucket,
+    GradientSums,
     LossyCompression,
+    Span,
 )
 from hpctrain.contracts.dataset import (
     Collate,
@@ -251,7 +252,6 @@ __all__ = [
     "escaped",
     "fill_normal",
     "foreach_copy_",
-    "foreach_mul_",
     "forked_random_state",
     "fused_attention",
     "gather_outcomes",
@@ -291,7 +291,6 @@ __all__ = [
     "temporary_name",
     "tie",
     "tied_parameters",
-    "to_device",
     "uncompiled",
     "version_of",
     "without_trace",

@@ -1,8 +1,7 @@
-"""The command `hpctrain`: `run`, imported on use; tools and plugins add the others."""
+"""The command `hpctrain`. The core has `run`; tools and plugins add the other commands."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import signal
@@ -14,6 +13,7 @@ import click
 
 from hpctrain.base.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
 from hpctrain.base.launcher_variables import launched
+from hpctrain.cli import run
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.ranks.process import end_process
 from hpctrain.version import __version__
@@ -27,8 +27,6 @@ GROUPS = {
     "More": ("plugins", "schema", "convert"),
 }
 """The first-party commands as the help shows them: the core's, and those that hpctrain_tools adds as any plugin does."""
-COMMANDS = ("run",)
-"""The core's."""
 _EXAMPLE = """\b
 Example:
   hpctrain new job.toml            a commented job file, to be edited
@@ -40,23 +38,14 @@ Example:
 
 
 class _Commands(OpenGroup):
-    """Looks a subcommand up in the module of its name, so that only commands that need torch import torch."""
+    """The first level of commands. Their modules import torch where they need it: help and completion must be quick."""
 
     @property
     def place(self) -> str:
         return ""
 
-    def own(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
     def sections(self, names: list[str]) -> dict[str, list[str]]:
         return {title: [name for name in group if name in names] for title, group in GROUPS.items()}
-
-    def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"hpctrain.cli.{name}").command
-        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -71,8 +60,11 @@ def cli() -> None:
     """Train PyTorch models on HPC clusters: `srun hpctrain run job.toml`."""
 
 
+cli.add_command(run.command)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """The process of the command. words: None for those of the command line."""
+    """Run the command and end the process. words: None for those of the command line."""
     _open_streams()
     code = execute(words)
     if launched() or "torch.distributed" in sys.modules:  # a single rank has a group, too
@@ -96,11 +88,10 @@ def execute(words: Sequence[str] | None = None) -> int:
     except SystemExit as ending:
         code = ending.code
     except (click.Abort, KeyboardInterrupt):
-        code = 130
+        code = 130  # 128 + SIGINT, as shells say
     except OSError as error:
         if error.filename is not None:
-            raise
-        # standard output's: the commands report errors of files themselves
+            raise  # a defect: commands report errors of files themselves
         print(f"hpctrain: the output could not be written: {error.strerror or error}", file=sys.stderr)
         code = EXIT_TRAINING
     return code if isinstance(code, int) else 0
@@ -134,4 +125,4 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:  # no space left, or no reader
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more

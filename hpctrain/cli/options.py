@@ -1,4 +1,4 @@
-"""Arguments that several subcommands share."""
+"""Options and lines that several commands share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hpctrain.base.errors import escaped
 
 
 def say(text: object, err: bool = False, nl: bool = True) -> None:
-    """Print a line of a command, in which nothing of another person's file steers the terminal. err: on standard error."""
+    """Print a line of a command. Control characters are escaped: a file of somebody else must not steer the terminal."""
     click.echo(escaped(str(text)), err=err, nl=nl)
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help: command lines as they are, for `epilog`."""
+    """The end of a command's help, with command lines that click does not wrap, for `epilog`."""
     return "\b\n" + "\n".join(["Example:", *(f"  {line}" for line in lines)])
 
 

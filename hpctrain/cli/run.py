@@ -40,7 +40,7 @@ def command(
     Under mpiexec, mpirun, srun or torchrun this process is one rank, and -n, if given, must equal the number of ranks.
     Without a launcher, -n starts that many ranks, on this machine or the hosts of --hostfile; the default is one, or all slots.
     """
-    if resume not in ("auto", "never") and not os.path.exists(resume):
+    if resume not in ("auto", "never") and not os.path.exists(resume):  # before any rank starts
         raise UsageError(
             f"--resume {resume}: there is no such checkpoint, or no permission to see it; expected auto, never or a "
             "checkpoint's directory"
@@ -60,9 +60,9 @@ def command(
 
 
 def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tuple[str, ...]) -> None:
-    """Print the same command after a signal, without --resume, which would go back to an older checkpoint.
+    """Print the command that continues after a signal: without --resume, which would go back to an older checkpoint.
 
-    options: how many ranks start, and where.
+    options: those of the number of ranks and of their hosts.
     """
     if code == EXIT_STOPPED:
         from hpctrain.base.launcher_variables import launched
@@ -70,5 +70,5 @@ def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tu
         where = " (under the same launcher)" if launched() else ""
         words = ["hpctrain", "run", str(job), *options]
         words += [word for override in overrides for word in ("--set", override)]
-        with suppress(OSError):  # no reader; the exit code says it, too
+        with suppress(OSError):  # nobody reads it; the exit code says it, too
             say(f"continue with{where}: {shlex.join(words)}")

@@ -1,4 +1,4 @@
-"""The slot `checkpoint`: how a state becomes files. The core owns tmp, rename, keep, and which one is newest."""
+"""The slot `checkpoint`: the format of the files. Directories, their renaming, and which of them are kept are the core's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.contracts.plugin import Plugin
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A rectangle of a tensor in a file; `file` is its path relative to the checkpoint's directory."""
+    """A rectangle of a tensor in a file. file: its path, relative to the checkpoint's directory."""
 
     file: str
     offsets: tuple[int, ...]
@@ -27,7 +27,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: `shape` is the whole one, which `chunks` cover."""
+    """A tensor of a checkpoint. shape: of the whole tensor, which the chunks cover."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """The bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -47,29 +47,29 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def snapshot(self, state: State) -> State:
-        """A copy of `state` in host memory that later training steps do not change, good until the next call.
+        """A copy of `state` in host memory that later training steps do not change, valid until the next call.
 
-        Training waits for it. It is asked for when the save before has ended, so its memory may be used again.
+        Training waits for it. The previous save has ended by then, so the copy's memory may be used again.
         """
 
     @abstractmethod
     def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
         """Write all ranks' pieces into the existing, empty `directory` and fsync them; collective over `group`.
 
-        `snapshot` is what `snapshot` returned, or the live state itself, on any device, while nothing changes it:
-        a save that the training waits for needs no second copy in memory. Several ranks may offer the same
-        rectangle of a name (replicas): one of them is written. Together the rectangles of a name must tile its
-        shape, or CheckpointError. `snapshot.values` is taken from rank 0. The core raises one rank's error on all;
-        no rank may wait for one that has failed.
+        `snapshot` is a result of the method `snapshot`, or the live state itself, on any device, while nothing changes it:
+        a save that the training waits for needs no second copy in memory. Several ranks may offer the same rectangle of a
+        name (replicas): one of them is written. The rectangles of a name must tile its shape, else CheckpointError.
+        `snapshot.values` is taken from rank 0. The core raises one rank's error on all ranks; no rank may wait for a rank
+        that has failed.
         """
 
 
 class CheckpointFormat(Plugin):
-    """Reads one checkpoint directory, and makes what writes it. Every method but `writer` and `recognizes` may raise
+    """Reads a checkpoint directory, and makes the writers of a run. Every method but `writer` and `recognizes` may raise
     CheckpointError or OSError.
 
-    Reading is local: each rank reads what it needs, so that a checkpoint can be read at any world size. The commands
-    `hpctrain checkpoint ...` use these methods and nothing else: a format that has them has the commands.
+    Reading is local: each rank reads what it needs, so a checkpoint can be read at any world size. The commands
+    `hpctrain checkpoint ...` use these methods only, so they work with every format.
     """
 
     @abstractmethod
@@ -82,10 +82,10 @@ class CheckpointFormat(Plugin):
 
     @abstractmethod
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
-        """Every tensor in the checkpoint by its name, without its values."""
+        """Every tensor in the checkpoint by name, without its values."""
 
     def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
-        """Every tensor in the checkpoint with its whole shape; override it where that costs less than `tensors`."""
+        """The whole shape of every tensor in the checkpoint, by name; override it where that costs less than `tensors`."""
         return {name: tensor.shape for name, tensor in self.tensors(directory).items()}
 
     @abstractmethod
@@ -98,13 +98,12 @@ class CheckpointFormat(Plugin):
 
     @abstractmethod
     def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Read everything; one sentence per fault, so an empty list means that it is whole.
+        """Read everything; returns a sentence for each fault, none for a whole checkpoint.
 
-        A sentence names the file, and the tensor and its part where the fault lies in one. A file that
-        doesn't belong to the checkpoint is a fault, too.
-        `progress(done, total)` is called with bytes as the reading goes on.
+        A sentence names the file, and the tensor and its part where the fault lies in one. A file that doesn't belong to
+        the checkpoint is a fault, too. `progress(done, total)` is called with bytes as the reading goes on.
         """
 
     @abstractmethod
     def recognizes(self, directory: Path) -> bool:
-        """Whether `directory` looks like one of this format's checkpoints (a quick look, no verification)."""
+        """Whether `directory` looks like a checkpoint of this format (a quick look, no verification)."""

@@ -1,4 +1,4 @@
-"""The slot `communicator`: what moves the bytes between ranks."""
+"""The slot `communicator`: the backend that moves bytes between ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Communicator(Plugin):
     """Names the torch.distributed backend of a job."""
 
     preference: ClassVar[int | None] = None
-    """`auto` takes the available one with the highest; None is never taken by itself."""
+    """`auto` takes the available communicator with the highest preference, and never one with None."""
 
     on_accelerators: ClassVar[bool] = False
-    """Whether the ranks compute on accelerators. Rank 0 then deals one to each of them: `identity.accelerator` of `device`."""
+    """Whether the ranks compute on accelerators. Rank 0 then assigns one to each of them: `identity.accelerator` of `device`."""
 
     def candidates(self, installed: list[Communicator]) -> list[Communicator]:
-        """The communicators to use in place of this one, the best first; `installed` holds all. The first that lacks nothing on
-        any rank is taken."""
+        """The communicators to try in place of this one, best first: the first that lacks nothing on any rank is taken. installed:
+        all communicators."""
         return [self]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, which are numbered node by node."""
+"""The place of this process among the ranks, which are numbered node by node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LaunchSource = Literal["mpi", "slurm", "torchrun", "starter", "alone"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Rank, world size and place on the node, and who said so: MPI, srun, torchrun, or `hpctrain run -n` without MPI."""
+    """Rank, world size and place on the node, and their source: MPI, srun, torchrun, or `hpctrain run -n` without MPI."""
 
     rank: int = 0
     size: int = 1
@@ -20,6 +20,6 @@ class Identity:
     node: str = field(default_factory=socket.gethostname)
     source: LaunchSource = "alone"
     renumbered: bool = False
-    """Whether the launcher numbered the ranks otherwise: it dealt them out to the nodes in turn."""
+    """Whether the launcher had numbered the ranks differently: dealt out to the nodes in turn."""
     accelerator: int | None = None
-    """torch's index of the accelerator that rank 0 has dealt to this rank; None before that, and on CPUs."""
+    """torch's index of the accelerator that rank 0 has assigned to this rank; None before that, and on CPUs."""

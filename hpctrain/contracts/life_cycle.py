@@ -16,7 +16,7 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class Hook(Plugin):
-    """Something that a job turns on with `[[hook]] name = ...` and that takes part in its life cycle."""
+    """Code that a job turns on with `[[hook]] name = ...`, and that takes part in its life cycle."""
 
     @abstractmethod
     def start(self) -> object:
@@ -27,10 +27,10 @@ class Hook(Plugin):
 
 
 class Profiler(Hook):
-    """Records what ranks do, as the table `[profile]` says or when `hpctrain profile RUN_DIR --now` asks a running job.
+    """Records the work of ranks, as the table `[profile]` says or when `hpctrain profile RUN_DIR --now` asks a running job.
 
     Every job starts its profiler, whose default options must record nothing: then `start()` returns an object that has
-    `hpctrain_request` and costs a step nothing. What takes part in a window of steps joins for that time (`Membership`).
+    `hpctrain_request` and costs a step nothing. Hooks that are needed in a window of steps join for that time (`Membership`).
     """
 
 
@@ -39,7 +39,7 @@ class LiveModel(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Its parameters are whole, parts (DTensors), or empty between forwards, as layout and strategy have it."""
+        """The module. Depending on layout and strategy, its parameters are whole, parts (DTensors), or empty between forwards."""
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -82,12 +82,12 @@ class Control:
     """A plugin's way to end a training in order."""
 
     reasons: list[str] = field(default_factory=list)
-    """Why this rank's plugins want it to end."""
+    """The reasons of this rank's plugins to end it."""
     saves: bool = True
-    """Whether the step at which it ends is saved, as far as this rank's plugins say."""
+    """Whether this rank's plugins want the last step to be saved."""
 
     def stop(self, reason: str, save: bool = True) -> None:
-        """End the run after this step: it is saved, `reason` is on the screen, and the exit code is 0.
+        """End the run after this step: the step is saved, `reason` is on the screen, and the exit code is 0.
 
         One rank's call is enough. save: False for a run whose model nobody wants, such as a measurement. To end a run as a
         failure, raise hpctrain.api.TrainingError instead.
@@ -97,35 +97,31 @@ class Control:
 
 
 class Membership(Protocol):
-    """A plugin's way to take part for a while, and to tell that it is at work."""
+    """A plugin's way to take part for a while, and to report that it is at work."""
 
     def join(self, part: object, after: int = 0) -> None:
-        """Call the life-cycle hooks of `part`, too: from now on, or when so many more steps are done, which costs a step nothing
-        until then. All ranks join the same hooks."""
+        """Call the life-cycle hooks of `part`, too: from now on, or after `after` more steps, which costs a step nothing until
+        then. All ranks join the same hooks."""
 
     def leave(self, part: object) -> None:
         """Call the hooks of `part` no more."""
 
     def busy(self, doing: str) -> None:
-        """Tell the watchdog and `hpctrain where` what this rank does. A hook that takes long calls it again and again: a rank that
-        has not moved for `[watchdog] timeout_seconds` counts as hanging."""
+        """Tell the watchdog and `hpctrain where` what this rank does. A hook that takes long calls it repeatedly: a rank that has
+        not moved for `[watchdog] timeout_seconds` counts as hanging."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Something that another terminal asks of the running job, through files in the run's directory.
+    """A request of another terminal to the running job, through files in the run's directory.
 
-    name: says of which kind it is, such as "profile". values: JSON of the asking side, which a plugin has to check. answer: gives
-    the terminal a JSON object, in place of the one before; it does nothing on ranks other than 0, and if nobody waits any more.
+    name: its kind, such as "profile". values: JSON of the asking side, which a plugin has to check. answer: gives the terminal a
+    JSON object, which replaces an earlier one; it does nothing on ranks other than 0, and if nobody waits any more.
     """
 
     name: str
     values: Mapping[str, Any]
     answer: Callable[[dict[str, Any]], None]
-
-
-def _forget(values: dict[str, Any]) -> None:
-    """Nothing is made of what comes back."""
 
 
 @dataclass(frozen=True)
@@ -139,4 +135,4 @@ class PluginState:
     name: str
     pieces: Sequence[Piece] = ()
     values: Callable[[], dict[str, Any]] = dict
-    restore: Callable[[dict[str, Any]], None] = _forget
+    restore: Callable[[dict[str, Any]], None] = lambda _: None

@@ -1,4 +1,4 @@
-"""The slot `logger`: where the metrics go besides metrics.jsonl."""
+"""The slot `logger`: further places for the metrics, besides metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Logger(Plugin):
 
     @abstractmethod
     def open(self, output_dir: Path, resumed_step: int) -> LogWriter:
-        """The run begins after step `resumed_step` (0 for a new one); called on rank 0 only."""
+        """Open the log of a run that begins after step `resumed_step`, 0 for a new run. Called on rank 0 only."""
 
 
 class LogWriter(ABC):
-    """A receiver of the rows of one run. A writer that raises gets no more rows, and training goes on."""
+    """The log of one run. A writer that raises gets no more rows, and training goes on."""
 
     @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:
-        """Take a row of metrics.jsonl, as it is written there."""
+        """Log a row, as it is written into metrics.jsonl."""
 
     def close(self) -> None:
         """The run has ended."""

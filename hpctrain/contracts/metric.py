@@ -1,4 +1,4 @@
-"""The slot `metric`: what an evaluation measures besides the loss."""
+"""The slot `metric`: measurements of an evaluation besides the loss."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class RunningMetric(ABC):
 
     @abstractmethod
     def update(self, outputs: Any, target: Tensor) -> None:
-        """A micro batch's outputs, as the model's loss gets them but never DTensors, and its target (`ModelSpec.target`).
-        Of a metric that `takes_logits`, the logits in them.
+        """Measure a micro batch. outputs: those that the model's loss gets, but never DTensors; their logits for a metric that
+        `takes_logits`. target: `ModelSpec.target` of the batch.
 
         Under an axis that cuts samples (context parallelism), each rank has the tokens of its part.
-        Called on the ranks that have outputs: those of a pipeline's last stage.
+        Called on ranks with outputs: under a pipeline, those of the last stage.
         """
 
     @abstractmethod
     def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """The metrics by name, over all ranks of `group`, which had different samples; collective.
+        """The metrics by name, over all ranks of `group`, which had different samples. Collective.
 
-        Equal on all ranks that had outputs. Others call it, too, and what they return is left out.
+        Equal on all ranks that had outputs. Other ranks call it, too, and their results are ignored.
         """
 
 
 def as_number(what: str, value: Any) -> float:
     """A measured value as a float. Raises TrainingError, whose subject is `what`, for text and for tensors of several elements."""
     try:
-        if not isinstance(value, (str, bytes)):
+        if not isinstance(value, (str, bytes)):  # float() would take "1.5"
             return float(value)
     except (TypeError, ValueError, RuntimeError):
-        pass
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
-    raise TrainingError(f"{what} measured {found}, expected a number")
+        pass  # the sentence below says it
+    measured = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+    raise TrainingError(f"{what} measured {measured}, expected a number")
 
 
 class SummedMetric(RunningMetric):
@@ -64,18 +64,18 @@ class SummedMetric(RunningMetric):
 
     @abstractmethod
     def measure(self, outputs: Any, target: Tensor) -> Sequence[Tensor | float]:
-        """The sums over a micro batch, always as many."""
+        """The sums over a micro batch: the same number of them each time."""
 
     @abstractmethod
     def values(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics that follow from the sums over all samples."""
 
     def update(self, outputs: Any, target: Tensor) -> None:
-        sums = [as_number(type(self).__name__, one) for one in self.measure(outputs, target)]
+        sums = [as_number(type(self).__name__, value) for value in self.measure(outputs, target)]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
-        count = torch.tensor(len(self._sums))
+        count = torch.tensor(len(self._sums))  # a rank without samples doesn't know it, and adds zeros
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
         if not count:
             return {}

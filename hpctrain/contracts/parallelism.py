@@ -22,7 +22,7 @@ class AxisTraits:
     """The traits of a mesh axis. The core and other plugins ask for these, never for an axis by its name."""
 
     axis: str
-    """The axis's short form in the field: "tp", "pp", "cp"."""
+    """The common short name of such an axis: "tp", "pp", "cp"."""
 
     order: int
     """The axis's place in the mesh, outermost first. pp is 10, the data axes 20, 21, ..., cp 40, tp 50."""
@@ -30,33 +30,33 @@ class AxisTraits:
     ranks_have: Literal["the same samples", "parts of samples", "other parameters"]
     """The share that each rank of the axis has of a micro batch and of the model.
 
-    "the same samples": all compute the same loss, which is counted once (tp). "parts of samples": what `split_batch` gives, and
-    a part of the loss; to the sharding strategy they are data-parallel ranks, so gradients are summed over them, and what it
-    shards is sharded over them, too (cp). "other parameters": each name lies on one of them only, and so does the loss (pp).
+    "the same samples": all compute the same loss, which is counted once (tp). "parts of samples": each has the result of
+    `split_batch` and a part of the loss; the sharding strategy takes them as data-parallel ranks, so it sums gradients over them,
+    and shards over them, too (cp). "other parameters": each parameter lies on one of them only, and so does the loss (pp).
     """
 
     repeats_activations: bool = False
     """Whether all ranks have the same activations between the blocks (tp without sequence parallelism)."""
 
     shares_heads: bool = False
-    """Whether each rank has some of the attention heads (tp, Ulysses): the sizes of all such axes divide them together."""
+    """Whether each rank has some of the attention heads (tp, Ulysses): the product of such axes' sizes must divide their number."""
 
     has_own_parameters: bool = False
     """Whether `apply` cuts some parameters over ranks that have parts of samples (expert parallelism): each of these is a DTensor
-    over the axis's mesh, and its gradient is summed over the data-parallel ranks of one place on the axis only."""
+    over the axis's mesh, and its gradient is summed only over the data-parallel ranks at one place on the axis."""
 
     interleaves: bool = False
     """Whether the forwards and backwards of a step's micro batches take turns (pp)."""
 
     splits_backward: bool = False
-    """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
+    """Whether a block's backward comes in two parts: for its input, and for its parameters (pp's zero bubble)."""
 
     one_shape: Literal["always", "compiled"] | None = None
-    """The case in which all micro batches must have the same shape, so that batches by token budget can't be had: always (pp),
-    or where blocks are compiled (tp)."""
+    """The case in which all micro batches must have the same shape, so batches by token budget are refused: always (pp), or where
+    blocks are compiled (tp)."""
 
     cuts_documents: bool = False
-    """Whether `split_batch` takes packed rows, in which it cuts each of the samples (cp); for an axis with parts of samples."""
+    """Whether `split_batch` takes packed rows, and cuts each sample in them (cp); for an axis with parts of samples."""
 
     @property
     def cuts_samples(self) -> bool:
@@ -66,10 +66,10 @@ class AxisTraits:
     def __post_init__(self) -> None:
         if self.has_own_parameters and not self.cuts_samples:
             raise UsageError(f'the axis {self.axis}: has_own_parameters goes with ranks_have = "parts of samples" only')
-        known = get_args(get_type_hints(AxisTraits)["ranks_have"])
-        if self.ranks_have not in known:
+        choices = get_args(get_type_hints(AxisTraits)["ranks_have"])  # the annotation itself is a text
+        if self.ranks_have not in choices:  # a typo would count as none of them, and train another model
             raise UsageError(
-                f"the axis {self.axis}: its traits say that ranks have {self.ranks_have!r}; expected one of {', '.join(known)}"
+                f"the axis {self.axis}: its traits say that ranks have {self.ranks_have!r}; expected one of {', '.join(choices)}"
             )
 
 
@@ -80,11 +80,11 @@ class AppliedAxis:
         self.module = module
 
     def context(self) -> AbstractContextManager[object]:
-        """Entered around forward, loss and backward of each micro batch."""
+        """A context around forward, loss and backward of each micro batch."""
         return nullcontext()
 
     def split_batch(self, batch: Batch) -> Batch:
-        """This rank's share of a micro batch; called ahead of the step, in a thread of its own."""
+        """This rank's share of a micro batch; called ahead of the step, on a thread of its own."""
         return batch
 
     def runner(self, parts: RunnerParts) -> Runner | None:
@@ -101,7 +101,7 @@ class Parallelism(Plugin):
         """The axis's traits under these options."""
 
     def sequence_multiple(self, size: int, spec: ModelSpec) -> int:
-        """The number that divides the length of a batch which `size` ranks of this axis can cut for the model `spec`."""
+        """The number that must divide a batch's length, so that `size` ranks of this axis can cut it for the model `spec`."""
         return 1
 
     @abstractmethod
@@ -116,7 +116,7 @@ class PipelineSchedule(Plugin):
     """The fewest pipeline stages that a rank may have, and the most; None is any number."""
 
     splits_backward: ClassVar[bool] = False
-    """Whether backward comes in two: one for a stage's input, one for its parameters."""
+    """Whether backward comes in two parts: for a stage's input, and for its parameters."""
 
     @abstractmethod
     def torch_class(self) -> Any:
@@ -126,7 +126,7 @@ class PipelineSchedule(Plugin):
         """
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The rank of the pipeline that has the stage; `torch_class` must place stages in the same way."""
+        """The pipeline's rank with the stage; `torch_class` must place stages in the same way."""
         return stage % ranks
 
     def cannot_run(self, micro_batches: int, ranks: int, stages: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Pieces: the one list from which norms, memory accounting, optimizer state and checkpoints are read."""
+"""Pieces: the one list that norms, memory accounting, optimizer state and checkpoints read (docs/decisions/0006)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROW_ORDERS = "hpctrain_row_orders"
 class Piece:
     """A rectangle of a named tensor that lies on this rank.
 
-    `name` is the one that the tensor has in the single-process model, `shape` its shape there, `offsets` where
-    the rectangle begins in every dimension, and `tensor` the rectangle's live values (not a copy), of any stride.
-    `axes` are the mesh axes along which ranks hold different pieces of it; along all others it is replicated.
-    A replicated tensor is a piece with the whole shape on each rank that holds it, and without axes.
+    `name` and `shape` are those of the tensor in the single-process model, `offsets` is the rectangle's start in every
+    dimension, and `tensor` has the rectangle's live values (not a copy), of any stride. `axes` are the mesh axes along
+    which ranks hold different pieces of the tensor; along all others it is replicated. A replicated tensor is a piece
+    with the whole shape on each rank that holds it, and without axes.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Piece:
 
     @staticmethod
     def whole(name: str, tensor: Tensor) -> Piece:
-        """The piece that is all of `tensor`."""
+        """The piece with all of `tensor`."""
         return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     @staticmethod
@@ -49,25 +49,35 @@ class Piece:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "only ranks of its mesh have a DTensor"
         offsets = offsets_of(tensor.shape, placements, tuple(mesh.shape), coordinate)
-        axes = tuple(
-            axis for axis, how in zip(mesh.mesh_dim_names or (), placements, strict=True) if not how.is_replicate()
-        )
+        names = mesh.mesh_dim_names or ()
+        axes = tuple(axis for axis, how in zip(names, placements, strict=True) if not how.is_replicate())
         with torch.no_grad():  # else to_local() gives a new tensor with a history
             return Piece(name, tuple(tensor.shape), offsets, tensor.to_local(), axes)
+
+
+def laid_out_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part `local` as a tensor with the layout of `parameter`: a DTensor where that is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    # shape and stride: torch would take all parts to be as large as this rank's
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def offsets_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The begin of a rank's part of a DTensor in every dimension, on a mesh of these `sizes` at this `coordinate`.
+    """The start of a rank's part of a DTensor in every dimension, on a mesh of these `sizes` at this `coordinate`.
 
-    torch 2.13 gives another rank's place where one axis cuts, unevenly, what another has cut unevenly.
+    torch 2.13's own function gives another rank's place where one axis unevenly cuts what another has unevenly cut.
     """
     offsets = []
     for dim, length in enumerate(shape):
         begin = 0
         for axis in _cutting(dim, placements, sizes):
-            each = -(-length // sizes[axis])  # as torch.chunk: the last ones may be smaller, or empty
+            each = -(-length // sizes[axis])  # as torch.chunk cuts: the last parts may be smaller, or empty
             first = min(length, each * coordinate[axis])
             begin, length = begin + first, min(each, length - first)
         offsets.append(begin)
@@ -79,10 +89,10 @@ def _cutting(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) ->
     order: list[int] = []
     for axis in reversed(range(len(placements))):
         how, place = placements[axis], 0
-        behind = strided_parts(how, dim)
-        if behind is not None:
+        parts_before = strided_parts(how, dim)
+        if parts_before is not None:  # the inner axes that make these parts cut before it
             parts = 1
-            while parts < behind:
+            while parts < parts_before:
                 parts, place = parts * sizes[order[place]], place + 1
         elif not how.is_shard(dim):
             continue
@@ -91,15 +101,15 @@ def _cutting(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) ->
 
 
 Run = tuple[int, int]
-"""Rows that follow one another: the first one, and how many."""
+"""Consecutive rows: the first one, and their number."""
 
 
 def set_row_order(module: nn.Module, parameter: str, runs: Sequence[Run]) -> None:
-    """Say that `parameter` of `module` holds its rows (dimension 0) in another order than in the single-process model:
-    `runs` of the model's rows, one after the other.
+    """Declare that `parameter` of `module` holds its rows (dimension 0) in another order than the single-process model:
+    as `runs` of the model's rows, one after another.
 
-    For a Parallelism that stores together what lies apart in the model, such as a rank's rows of a fused q, k and v:
-    the DTensor then is an ordinary one, and pieces, initial values and checkpoints have the model's rows.
+    For a Parallelism that stores together what lies apart in the model, such as a rank's rows of a fused q, k and v
+    (docs/decisions/0027): the DTensor is an ordinary one, and pieces, initial values and checkpoints have the model's rows.
     """
     module.__dict__.setdefault(_ROW_ORDERS, {})[parameter] = tuple(runs)
 
@@ -107,7 +117,7 @@ def set_row_order(module: nn.Module, parameter: str, runs: Sequence[Run]) -> Non
 def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
     """This rank's pieces of `tensor`, the parameter or buffer `name` of `module`, in the order of its memory.
 
-    One piece, unless `set_row_order` was called for it; then they are runs of whole local rows, and none is empty.
+    One piece, unless `set_row_order` was called for it; then the pieces are runs of whole local rows, and none is empty.
     """
     stored = Piece.of(name, tensor)
     owner, _, attribute = name.rpartition(".")
@@ -116,6 +126,7 @@ def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
 
 
 def _of_the_model(stored: Piece, runs: Sequence[Run]) -> Iterator[Piece]:
+    # begin, end: of this rank's rows in the stored order; place: of the run in that order, first: in the model's
     begin, end, place = stored.offsets[0], stored.offsets[0] + len(stored.tensor), 0
     for first, count in runs:
         low, high = max(begin, place), min(end, place + count)

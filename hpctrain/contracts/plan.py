@@ -31,7 +31,7 @@ class Plan:
     """The axes besides the data axes, by name; those of size 1 are left out."""
 
     sizes: Mapping[str, int]
-    """The size of each of them."""
+    """The size of each of these axes."""
 
     sharding: Sharding
     precision: Precision
@@ -46,10 +46,10 @@ class Plan:
     """The mesh axes that the sharding strategy cuts the data ranks into."""
 
     data_ranks: int | None = None
-    """Ranks that see different samples; None where the number of ranks is not known."""
+    """The number of ranks that see different samples; None where the number of ranks is not known."""
 
     micro_batches: int | None = None
-    """Micro batches of a step on each rank; None where they are not known, or differ."""
+    """The number of micro batches of a step on each rank; None where it is not known, or differs."""
 
     @property
     def traits(self) -> list[AxisTraits]:
@@ -63,5 +63,5 @@ class Plan:
 
     @property
     def packs(self) -> bool:
-        """Whether samples lie one behind the other in a row."""
+        """Whether a row holds several samples, one after another."""
         return bool(self.tables["batch"]["packing"])

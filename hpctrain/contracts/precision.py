@@ -14,17 +14,17 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class LossScaler:
-    """The scale of one run's loss; this one leaves the loss alone.
+    """The scale of a run's loss. This class leaves the loss alone.
 
     The loop's order is: forward -> loss * scale -> backward -> gradients / scale -> (all finite?) -> clip -> step -> update.
     """
 
     scale: float = 1.0
-    """The factor on the loss of this step. Backward, and so every gradient until the optimizer's step, has it."""
+    """The factor on the loss of this step, and so on every gradient until the optimizer's step."""
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether a step with a gradient that is not finite is left out (dynamic loss scaling) rather than an error."""
+        """Whether a gradient that is not finite means to skip the step (dynamic loss scaling), and is no error."""
         return False
 
     def update(self, finite: bool) -> None:
@@ -36,7 +36,7 @@ class LossScaler:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave; in a run of another mode that may have been something else, or nothing."""
+        """Take a saved `state`: in a resume with another mode, it is that of the earlier mode, or empty."""
         return
 
 
@@ -46,20 +46,20 @@ class Precision(Plugin):
     @property
     @abstractmethod
     def parameter_dtype(self) -> torch.dtype:
-        """The dtype that parameters, gradients and optimizer state are held in."""
+        """The dtype of parameters, gradients and optimizer state."""
 
     def product_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`: that of autocast in `forward`, else that of parameters."""
-        with self.forward(device):
+        with self.forward(device):  # torch knows autocast's dtype only within it
             is_cast = torch.is_autocast_enabled(device.type)
             return torch.get_autocast_dtype(device.type) if is_cast else self.parameter_dtype
 
     def describe(self, device: torch.device) -> str:
-        """The mode that `device` computes in, for the screen."""
+        """The mode of arithmetic on `device`, for the screen."""
         return self.name
 
     def convert(self, module: nn.Module, spec: ModelSpec) -> None:
-        """Exchange modules for ones that compute in this mode, in place and without renaming a parameter.
+        """Replace modules by ones that compute in this mode, in place and without renaming a parameter.
 
         Called before anything is cut, on the meta device where the model can be built there.
         """

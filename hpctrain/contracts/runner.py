@@ -1,4 +1,4 @@
-"""How the micro batches of a step are run. One rank runs them one after the other, unless an axis brings a runner."""
+"""The order in which a rank runs the micro batches of a step: one after another, unless an axis brings a runner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from hpctrain.contracts.sharding import ShardedModel
 class MicroBatch:
     """Collated samples, the place of the first one in the global batch, and whether their loss counts.
 
-    terms: what ModelSpec.count said of the batch before it moved to the device, so that no step waits for the answer.
-    flops: what ModelSpec.flops said of the batch before any axis cut it. load_seconds: of its loading, ahead of the step.
+    terms: `ModelSpec.count` of the batch before it moved to the device, so that no step waits for the number. flops:
+    `ModelSpec.flops` of the batch before any axis cut it. load_seconds: the time of its loading, ahead of the step.
     """
 
     batch: Batch
@@ -39,18 +39,18 @@ class MicroBatch:
 
 
 See = Callable[[Any, Batch], None]
-"""Is shown outputs and their batch."""
+"""A function that is called with outputs and their batch."""
 
 
 @dataclass(frozen=True)
 class RunnerParts:
     """The parts that a runner works with; `sharded.module` is ready to be trained.
 
-    context: entered around forward, loss and backward; once per micro batch, or around all of them.
-    phase: to be entered around the phases "forward" and "backward" of a step.
-    named: is given what the rows report of each micro batch besides its loss.
-    forwarded: to be called with the step, outputs and batch of each forward of a training, before its backward.
-    compiled_loss: to be called in place of `spec.loss`; None where nothing is compiled.
+    context: enter it around forward, loss and backward; once per micro batch, or around all of them.
+    phase: enter it around the phases "forward" and "backward" of a step.
+    named: call it with the numbers of each micro batch that rows report besides the loss.
+    forwarded: call it with the step, outputs and batch of each forward in training, before the backward.
+    compiled_loss: call it in place of `spec.loss`; None where nothing is compiled.
     """
 
     sharded: ShardedModel
@@ -82,20 +82,21 @@ class RunnerParts:
                 "look for detach(), item(), argmax or no_grad between the model's inputs and its loss"
             )
         divided = loss / divisor
+        # without a scale, one operator less in each backward
         return divided if self.scaler.scale == 1 else divided * self.scaler.scale
 
     def seed_draws(self, step: int, micro: MicroBatch, stage: int = 0) -> None:
-        """Random numbers from the place in the global batch, not from this rank: no random state needs saving.
+        """Seed random numbers by the place in the global batch, not by the rank: no random state needs saving.
 
-        stage: which part of the model this rank has; parts that draw alike would drop the same activations.
+        stage: of the model's parts on this rank; parts with equal draws would drop the same activations.
         """
         seed_draws(derive_seed(self.seed, step, micro.place, stage), self.device)
 
     @contextmanager
     def target_kept(self, batch: Batch, method: str) -> Iterator[None]:
-        """A context of a call of the model's `method`. Raises ContractError if it has changed the batch's target in place."""
+        """A context around a call of the model's `method`. Raises ContractError if it has changed the batch's target in place."""
         target = batch.get("labels") if isinstance(batch, Mapping) else batch[-1:] if isinstance(batch, list) else None
-        tensors = [one for one in tensors_in(target) if not one.is_inference()]
+        tensors = [tensor for tensor in tensors_in(target) if not tensor.is_inference()]  # those have no version
         before = versions(tensors)
         yield
         if versions(tensors) != before:
@@ -107,29 +108,29 @@ class RunnerParts:
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
         with self.target_kept(micro.batch, "loss"):
-            found = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
+            result = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
             figures = dict(self.spec.figures(outputs, micro.batch))
-        trained = trained_loss(found)
-        if isinstance(found, Mapping) and trained is not found:
-            figures |= {name: self._scalar(one, f" {name!r}") for name, one in found.items() if name != "loss"}
+        trained = trained_loss(result)
+        if isinstance(result, Mapping) and trained is not result:
+            figures |= {name: self._scalar(loss, f" {name!r}") for name, loss in result.items() if name != "loss"}
         losses = trained if isinstance(trained, Mapping) else {}
         losses = {f"loss_{name}": self._scalar(loss, f" {name!r}") for name, loss in losses.items()}
-        if micro.counts:
+        if micro.counts:  # a micro batch that only fills up is in no row
             self.named({**losses, **figures})
         whole = torch.stack(list(losses.values())).sum() if losses else self._scalar(trained, "")
-        return whole if micro.counts else whole * 0
+        return whole if micro.counts else whole * 0  # the backward still runs: its collectives need every rank
 
     def _scalar(self, loss: object, which: str) -> Tensor:
         if isinstance(loss, Tensor) and loss.dim() == 0:
             return loss.full_tensor() if isinstance(loss, DTensor) else loss
-        found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {type(loss).__name__}"
+        fault = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {type(loss).__name__}"
         raise TrainingError(
-            f"[model] name = {self.spec.name!r}: its loss{which} {found}, expected a scalar: the sum over what `count` counts"
+            f"[model] name = {self.spec.name!r}: its loss{which} {fault}, expected a scalar: the sum over what `count` counts"
         )
 
 
 class Runner(ABC):
-    """The loop never forwards a model itself: it asks the runner."""
+    """Runs forwards and backwards. The trainer's loop never calls a model itself."""
 
     @abstractmethod
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
@@ -140,7 +141,7 @@ class Runner(ABC):
         """
 
     def figures(self) -> Sequence[float]:
-        """This rank's numbers from the last `train`, for `metrics`; as many on every rank."""
+        """This rank's numbers from the last `train`, for `metrics`; the same number of them on every rank."""
         return ()
 
     def metrics(self, figures: Tensor) -> tuple[dict[str, float], str]:
@@ -149,14 +150,14 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch], see: See) -> tuple[Tensor, int]:
-        """The sum of this rank's losses, a float64 scalar on the device, and the `terms` that it is over (0 where another rank of
+        """The sum of this rank's losses, a float64 scalar on the device, and the number of `terms` in it (0 where another rank of
         the axis has them).
 
-        see: called with the outputs of each micro batch that counts, where they are on this rank, and with the batch.
+        see: called with the outputs, if this rank has them, and the batch of each micro batch that counts.
         """
 
     def idle_share(self, micro_batches: int) -> float:
-        """The share of a step of `micro_batches` micro batches in which a rank waits for others of the axis, by its schedule."""
+        """The share of a step of `micro_batches` micro batches in which, by the schedule, a rank waits for others of the axis."""
         return 0.0
 
     def describe(self, micro_batches: int) -> str | None:

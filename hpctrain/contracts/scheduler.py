@@ -1,4 +1,4 @@
-"""The slot `scheduler`: where `hpctrain submit` sends a job, and how `hpctrain status`, `runs` and `cancel` ask about it."""
+"""The slot `scheduler`: the target of `hpctrain submit`, which `hpctrain status`, `runs` and `cancel` ask about a job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import ClassVar, Literal
 from hpctrain.contracts.plugin import Plugin
 
 RECORD = "submissions.jsonl"
-"""The file of a run's directory that says which jobs it was submitted as."""
+"""The file in a run's directory with the jobs that it was submitted as."""
 JOB_FILE = "job.submitted.toml"
 """The job file in the directory of a submitted run."""
 CANCELLED = "cancelled"
-"""The file of a run's directory that `hpctrain cancel` makes and the next submission removes."""
+"""The file in a run's directory that `hpctrain cancel` creates and the next submission removes."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class SubmittedRun:
 
     @property
     def record(self) -> Path:
-        """The file with a line for each job of the run, such as {"target": "pbs", "id": "12"}. The last one is asked about. A
-        script that submits itself again appends one."""
+        """The file with a line for each job of the run, such as {"target": "pbs", "id": "12"}. Commands ask about the last one. A
+        script that submits itself again appends a line."""
         return self.directory / RECORD
 
 
 @dataclass(frozen=True)
 class Launch:
-    """An order to a scheduler: one run, or several that differ in one value (an array)."""
+    """An order to a scheduler: one run, or several runs that differ in one value (an array)."""
 
     name: str
     """The job's name, made of letters, digits, dots, dashes and underscores."""
@@ -47,7 +47,7 @@ class Launch:
     """The runs in the order of the array; more than one only for a scheduler that `takes_arrays`."""
 
     working_directory: Path
-    """Relative paths of the job start here."""
+    """The directory that relative paths of the job start from."""
 
     nodes: int
     ranks_per_node: int
@@ -56,10 +56,10 @@ class Launch:
     """The time limit; None for the site's own."""
 
     save_seconds: int
-    """How long before the time limit the ranks are told to save."""
+    """The time before the limit at which the ranks get the signal to save."""
 
     program: tuple[str, ...]
-    """The words of `hpctrain` on this machine. In a container it is just ("hpctrain",)."""
+    """The words of the command `hpctrain` on this machine; in a container just ("hpctrain",)."""
 
     mpi: Literal["MPICH", "Open MPI"] | None = None
     """The MPI that mpi4py finds here; MPICH stands for all its relatives."""
@@ -69,12 +69,12 @@ class Launch:
     with mpiexec exports those that are not set. The ranks set all others."""
 
     after: tuple[str, ...] = ()
-    """The ids of jobs that must end without an error first."""
+    """The ids of the jobs that must end without an error before this one begins."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """word: "unknown" if the scheduler has forgotten the job. detail: the rest of the sentence, such as "on node[1-2]"."""
+    """A job's state. word: "unknown" if the scheduler has forgotten it. detail: the sentence's rest, such as "on node[1-2]"."""
 
     word: Literal["pending", "running", "done", "failed", "cancelled", "unknown"]
     detail: str = ""
@@ -88,8 +88,9 @@ class JobState:
 class Scheduler(Plugin):
     """A kind of scheduler. `hpctrain submit` renders a script, writes it into the run's directory and submits it.
 
-    Its options are the table `[scheduler.NAME]`. `missing` is not for a scheduler's commands: ranks ask it, too. The methods below
-    raise EnvironmentUnfitError if this machine lacks a command, and UsageError with the scheduler's own sentence if it refuses.
+    Its options are the table `[scheduler.NAME]`. `missing` must not look for the scheduler's commands: ranks ask it, too. The
+    methods below raise EnvironmentUnfitError if this machine lacks a command, and UsageError with the scheduler's own sentence if
+    it refuses.
     """
 
     script_name: ClassVar[str] = "submit.sh"
@@ -100,8 +101,8 @@ class Scheduler(Plugin):
 
     @abstractmethod
     def render(self, launch: Launch) -> str:
-        """The script. It must hold no value of the environment, and run the job again after exit code 75, or end with it. The ranks
-        of a cancelled job that have saved exit with 143 instead."""
+        """The script. It must hold no value of the environment, and run the job again after exit code 75, or end with that code.
+        The ranks of a cancelled job that have saved exit with 143 instead."""
 
     @abstractmethod
     def submit(self, script: Path, launch: Launch) -> list[str]:
@@ -112,11 +113,11 @@ class Scheduler(Plugin):
 
     @abstractmethod
     def state(self, id: str) -> JobState:
-        """How the job is."""
+        """The state of a job."""
 
     def states(self, ids: Sequence[str]) -> Mapping[str, JobState]:
-        """How several jobs are, for `hpctrain runs`, which asks about each by `state` unless a scheduler overrides this method:
-        where one command tells all. Jobs that it has forgotten may be absent."""
+        """The states of several jobs, for `hpctrain runs`. Override it where one command tells all of them. Jobs that the scheduler
+        has forgotten may be absent."""
         return {id: self.state(id) for id in ids}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The slot `sharding`: who holds parameters, gradients and optimizer state."""
+"""The slot `sharding`: the ranks that hold parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.contracts.buckets import GradientSums
+from hpctrain.contracts.compression import GradientSums
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
 
-_MOST = 1000
+_MOST = 1000  # a program's step may have any number of forwards
 
 
 class Sharding(Plugin):
-    """A strategy: who holds parameters, gradients and optimizer state, and when gradients are summed.
+    """A strategy: which rank holds which parameters, gradients and optimizer state, and when gradients are summed.
 
     `[sharding] stage = N` is short for the name "zero-N".
     """
 
     tells_spans: ClassVar[bool] = False
-    """Whether it says of each bucket which parameters lie where in it; compression with error feedback needs that."""
+    """Whether its buckets give the place of each parameter in them; compression with error feedback needs that."""
 
     sums_by_piece: ClassVar[bool] = False
-    """Whether it sums each parameter over `sums.group(axis, piece.axes)`, not over the whole axis. An axis with parameters of its
+    """Whether it sums each parameter over `sums.group(axis, piece.axes)`, not over the whole axis; an axis with parameters of its
     own (AxisTraits.has_own_parameters) needs that."""
 
     divides: ClassVar[frozenset[str] | None] = None
@@ -39,15 +39,15 @@ class Sharding(Plugin):
     part, for the estimate of `hpctrain check`; None: unknown."""
 
     ranks_diverge: ClassVar[bool] = False
-    """Whether ranks have different values of one parameter between calls of `ShardedModel.consolidate`. What keeps tensors of its
-    own beside the pieces, such as averages of the weights, refuses that."""
+    """Whether ranks have different values of one parameter between calls of `ShardedModel.consolidate`. Plugins that keep tensors
+    beside the pieces, such as averages of the weights, refuse that."""
 
     @abstractmethod
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
-        """How `ranks` data-parallel ranks are cut into mesh axes, outermost first; the product of the sizes is `ranks`.
+        """The mesh axes of `ranks` data-parallel ranks, outermost first; the product of their sizes is `ranks`.
 
-        The ZeRO stages call them dp_replicate and dp_shard; the names are the strategy's own business, and the same for any
-        number of ranks. `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
+        The names are the strategy's own (dp_replicate and dp_shard in the ZeRO stages), and the same for any number of ranks.
+        `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
         """
 
     def home(self, device: torch.device) -> torch.device:
@@ -60,7 +60,7 @@ class Sharding(Plugin):
 
         Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
         the strategy's `axes`. Parameters that are left as DTensors get only the rows that this rank holds.
-        Called in the context of `Precision.forward`, so that torch can tell in which dtype autocast computes products.
+        Called in the context of `Precision.forward`, so that torch knows in which dtype autocast computes products.
         Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every strategy.
         """
 
@@ -71,15 +71,15 @@ class ShardedModel(ABC):
     The trainer calls `materialized` once the module has values; for each step `begin(last)` before each micro batch's
     forward, `synchronize()` once after the last backward, and `refresh()` after the optimizer's step.
 
-    What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
-    of an element depends on that element's gradient and state alone gives the same numbers under every strategy.
+    The optimizer updates the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update of an element
+    depends on that element's gradient and state alone gives the same numbers under every strategy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.ran: deque[str] = deque(maxlen=_MOST)
-        """Names of the parts that have run in training, in order, if ranks must run the same: a strategy that gathers parameters in
-        forward adds them, and "" at the end of a forward. The trainer compares and forgets them in each step."""
+        """The names of the parts that have run in training, in order, where ranks must run the same: a strategy that gathers
+        parameters in forward adds them, and "" at the end of a forward. The trainer compares and clears them in each step."""
 
     @abstractmethod
     def materialized(self) -> None:
@@ -89,7 +89,7 @@ class ShardedModel(ABC):
     def begin(self, last: bool, interleaved: bool = False) -> None:
         """A micro batch begins; `last` is true for the last one of the step.
 
-        interleaved: what follows are the forwards and backwards of all the step's micro batches, in any order.
+        interleaved: the forwards and backwards of all the step's micro batches follow, in any order.
         """
 
     @abstractmethod
@@ -100,34 +100,35 @@ class ShardedModel(ABC):
         """
 
     def restart(self, last: bool) -> None:
-        """A program drops the gradients of the step's micro batches so far, where `begin(last)` of another one has been called and
-        its forward may have run: its gradients become the step's first ones. Collective."""
-        self.synchronize()
+        """Begin the step anew in a program's own loop: it drops the gradients of the step's micro batches so far, after
+        `begin(last)` of the next one, whose forward may have run: its gradients become the step's first ones. Collective."""
+        self.synchronize()  # ends the micro batches; nobody reads the sums
         self.begin(last)
 
     def keep_whole(self) -> None:
-        """A program's own loop differentiates through the module outside of the micro batch's backward, whose graph may have this
-        in it (a gradient penalty): until `begin` or `synchronize`, parameters have to stay whole, and gradients may come late.
-        Called after the forward that is differentiated, before the first operator of its backward."""
+        """Keep parameters whole until `begin` or `synchronize`: a program's own loop differentiates through the module outside of
+        the micro batch's backward, whose graph may contain this (a gradient penalty), so gradients may come late. Called after the
+        forward that is differentiated, before the first operator of its backward."""
         return
 
     def watch(self, used: Callable[[str, bool], None]) -> None:
-        """Call `used` where a backward adds to the gradient of a trained parameter, with its name, and whether it is the parameter
-        as a forward uses it: one that is cut between forwards may get a gradient without any."""
+        """Call `used` where a backward adds to the gradient of a trained parameter: with its name, and whether a forward has used
+        it in this form. A parameter that is cut between forwards may get a gradient without a forward."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
+                # no method of this class: parameters would keep the model alive by their hooks
                 parameter.register_post_accumulate_grad_hook(partial(_tell, used, name))
 
     def rest(self) -> None:
-        """A program's forward without a backward is over: the module has the parameters again that it has between steps."""
+        """Give the module the parameters again that it has between steps: a program's forward without a backward is over."""
         return
 
     def adopt(self) -> None:
-        """A program may have changed the module's parameters in place: bring the pieces up to date that are copies of them."""
+        """Bring pieces that are copies of the module's parameters up to date: a program may have changed these in place."""
         return
 
     def refresh(self) -> None:
-        """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
+        """Bring the module up to date: a step or a restore has changed the values of the pieces. Collective."""
         return
 
     def stepped(self, step: int) -> None:
@@ -135,17 +136,17 @@ class ShardedModel(ABC):
         return
 
     def consolidate(self) -> None:
-        """An evaluation or a save follows: the pieces and the optimizer's state become what one model has. Collective.
+        """Make the pieces and the optimizer's state those of one model, before an evaluation or a save. Collective.
 
-        Training goes on from there, and so does a resume: both are the same run. No `refresh` follows.
+        Training goes on from there, and so does a resume, so both are the same run. No `refresh` follows.
         """
         return
 
     def state(self) -> PluginState | None:
         """The strategy's state in checkpoints besides the pieces and the optimizer's state, or None. Not collective.
 
-        Asked when the optimizer has its state: before a restore, and at each save after `consolidate`. What differs between n
-        ranks is a piece of the shape (n, ...) of which each rank has one row. `restore` is called before `refresh`.
+        Asked when the optimizer has its state: before a restore, and at each save after `consolidate`. A value that differs
+        between n ranks is a piece of the shape (n, ...) of which each rank has one row. `restore` is called before `refresh`.
         """
         return None
 
@@ -153,8 +154,8 @@ class ShardedModel(ABC):
     def pieces(self) -> list[Piece]:
         """The pieces that this rank's optimizer updates, without empty ones; a piece's gradient is `piece.tensor.grad`.
 
-        Each `piece.tensor` is a leaf that is given to the optimizer as it is. It may be a part of a parameter, and
-        several pieces may be of one parameter.
+        Each `piece.tensor` is a leaf, which the optimizer gets as it is. It may be a part of a parameter, and several
+        pieces may belong to one parameter.
         """
 
     def optimizer(
@@ -162,7 +163,7 @@ class ShardedModel(ABC):
     ) -> torch.optim.Optimizer:
         """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`.
 
-        Called again where a run begins anew or resumes before its first step: the last one trains.
+        Called again where a run begins anew or resumes before its first step: the last result trains.
         """
         return build(groups)
 

@@ -1,4 +1,4 @@
-"""The ranks of a program's loop do the same things in the same order, or are told where they part."""
+"""Checks that the ranks of a program's loop do the same things in the same order; the error says where they differ."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import TrainingError
 from hpctrain.training.metrics import Figure, gather_row
 
-BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4
-# numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other
+BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4  # optimizers count from 0
+# numbers in an exchange: always the same count, so that ranks that do different things still meet in one collective
 _WIDTH = 64
 # the first of them are the same on all ranks: action, step, detail
 _SAME = 3
-_CPU = torch.device("cpu")
+_CPU = torch.device("cpu")  # a comparison there waits for no accelerator
 
 
 class Agreement:
@@ -26,14 +26,14 @@ class Agreement:
         self._device, self._alone, self._names = device, alone, list[str]()
 
     def name(self, optimizer: str) -> int:
-        """The number of an optimizer, which all ranks name in one order."""
+        """The number of an optimizer; all ranks name them in the same order."""
         self._names.append(optimizer)
         return len(self._names) - 1
 
     def on(self, action: int, step: int, values: Sequence[Figure] = (), detail: int = 0) -> list[list[float]]:
         """Every rank's values. Raises TrainingError on all ranks unless all do the same.
 
-        action: an optimizer's number, or what begins or ends. step: completed ones. detail: a number of the names of the values.
+        action: an optimizer's number, or a constant of this module. step: completed steps. detail: a checksum of the values' names.
         Waits for an accelerator only where there are values.
         """
         if self._alone:
@@ -41,24 +41,24 @@ class Agreement:
         row = [float(action), float(step), float(detail), *([] if is_accelerator(self._device) else values)]
         row += [0.0] * (_WIDTH - len(row))
         rows = gather_row(row[:_WIDTH], _CPU)
-        if any(one[:_SAME] != rows[0][:_SAME] for one in rows):
+        if any(other[:_SAME] != rows[0][:_SAME] for other in rows):
             raise TrainingError(self._difference(rows))
-        if is_accelerator(self._device):
+        if is_accelerator(self._device):  # its values travel on it, after the ranks have met
             return gather_row(values, self._device) if values else [[] for _ in rows]
-        if len(row) > _WIDTH:
-            rows = [[*one, *more] for one, more in zip(rows, gather_row(row[_WIDTH:], _CPU), strict=True)]
-        return [one[_SAME : _SAME + len(values)] for one in rows]
+        if len(row) > _WIDTH:  # only now: the ranks do the same, so their rows have one length
+            rows = [[*start, *rest] for start, rest in zip(rows, gather_row(row[_WIDTH:], _CPU), strict=True)]
+        return [numbers[_SAME : _SAME + len(values)] for numbers in rows]
 
     def _difference(self, rows: Sequence[Sequence[float]]) -> str:
         other = next(rank for rank, row in enumerate(rows) if row[:_SAME] != rows[0][:_SAME])
         if rows[other][:2] == rows[0][:2]:
-            step = f"step {rows[0][1] + 1:.0f}"
-            if rows[0][0] == PARAMETERS:
-                return (
-                    f"parameters: rank {other} opens another model or other names than rank 0 in {step}; expected the same on all "
-                    "ranks"
-                )
-            return f"log: rank {other} has logged other names than rank 0 in {step}; expected the same on all ranks"
+            opens = rows[0][0] == PARAMETERS
+            what, did = (
+                ("parameters", "opens another model or other names") if opens else ("log", "has logged other names")
+            )
+            return (
+                f"{what}: rank {other} {did} than rank 0 in step {rows[0][1] + 1:.0f}; expected the same on all ranks"
+            )
         first, second = (self._words(*rows[rank][:2]) for rank in (0, other))
         return (
             f"the ranks of the program's loop have parted: rank 0 {first}, but rank {other} {second}; expected the same steps on "

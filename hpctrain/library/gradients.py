@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_private import tensor_without_memory
-from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.pieces import Piece, laid_out_like
 from hpctrain.model.mesh import Meshes
 
 _IN_PARTS = "is not whole on this rank; read and change it inside of `with loop.parameters(model) as parameters:`"
@@ -19,31 +19,31 @@ _NOT_SUMMED = "is summed in the backward of the step's last micro batch; read an
 
 
 class Withheld(Tensor):
-    """The stand-in of a gradient that a rank does not have: whoever uses it gets a TrainingError."""
+    """A stand-in for a gradient that this rank does not have: any use of it raises TrainingError."""
 
     why: str
 
     @staticmethod
     def __new__(cls, parameter: Tensor, why: str) -> Withheld:
-        one: Withheld = tensor_without_memory(cls, parameter)
-        one.why = why
-        return one
+        stand_in: Withheld = tensor_without_memory(cls, parameter)
+        stand_in.why = why
+        return stand_in
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises TrainingError."""
         inputs = [*args, *(kwargs or {}).values()]
-        flat = [one for each in inputs for one in (each if isinstance(each, (list, tuple)) else [each])]
-        raise TrainingError(next(one.why for one in flat if isinstance(one, Withheld)))
+        flat = [value for each in inputs for value in (each if isinstance(each, (list, tuple)) else [each])]
+        raise TrainingError(next(value.why for value in flat if isinstance(value, Withheld)))
 
-    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]  # operators that C++ calls come by this one only
 
 
 class Gradients:
     """The gradients of this rank's pieces, and what the program sees of them.
 
-    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: what the program does to it
-    holds. Any other has a `Withheld` one, also in place of a DTensor: the `item()` of its norm would be one of this rank's part.
+    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: changes to it hold. Any other
+    parameter has a `Withheld` one. A DTensor in its place would mislead: the `item()` of its norm is that of this rank's part.
     """
 
     def __init__(
@@ -55,49 +55,50 @@ class Gradients:
         self._wholes = {
             piece.name: piece.tensor
             for piece in pieces
-            if piece.tensor.shape == piece.shape  # and not by chance, while another rank has nothing of it
+            if piece.tensor.shape == piece.shape
+            # a rank may have all of it by chance, while another rank has nothing
             and all(meshes.group(axis, piece.axes).size() == 1 for axis in piece.axes)
         }
 
     @property
     def are_dropped(self) -> bool:
         """Whether the program has set all of them to None."""
-        return bool(self._shown) and all(one.grad is None for one in self._parameters.values())
+        return bool(self._shown) and all(parameter.grad is None for parameter in self._parameters.values())
 
     def all(self) -> list[Tensor]:
         """Gradients, one for each piece: zeros where the program has dropped it."""
         tensors = [piece.tensor for piece in self._pieces]
-        return [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+        return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
 
     def show(self) -> None:
-        """Let the program read and change them: they are summed, or have changed."""
+        """Let the program read and change the gradients: they are summed, or have changed."""
         for name, parameter in self._parameters.items():
             whole = self._wholes.get(name)
-            if whole is None or whole.device != parameter.device:
+            if whole is None or whole.device != parameter.device:  # an offloaded piece's gradient lies in host memory
                 parameter.grad = self._withheld(name, _IN_PARTS)
-            elif whole is not parameter:
-                parameter.grad = None if whole.grad is None else _like(parameter, whole.grad)
+            elif whole is not parameter:  # the piece is a tensor of its own over the same memory
+                parameter.grad = None if whole.grad is None else laid_out_like(parameter, whole.grad)
             self._shown[name] = parameter.grad
 
     def show_pending(self, used: Collection[str]) -> None:
-        """A backward has left gradients that are not summed yet; the program sees those that the ranks keep whole.
+        """Show the program the gradients that a backward has left, which are not summed yet: those that ranks keep whole.
 
         used: the parameters that have one.
         """
         for name, parameter in self._parameters.items():
-            if parameter.grad is None and name in used:
+            if parameter.grad is None and name in used:  # the strategy has taken it already, as stage 2 does
                 parameter.grad = self._withheld(name, _NOT_SUMMED)
             self._shown[name] = parameter.grad
 
     def resume(self) -> None:
-        """Backwards add to the pending gradients again. Raises TrainingError where the program has replaced one."""
+        """Let backwards add to the pending gradients again. Raises TrainingError where the program has replaced one."""
         for name, shown in self._shown.items():
             if self._parameters[name].grad is not shown:
                 raise self._lost(name, _NOT_SUMMED)
         self.forget()
 
     def forget(self) -> None:
-        """Take away what stands in the place of gradients."""
+        """Remove the stand-ins of gradients."""
         for name in self._shown:
             if isinstance(self._parameters[name].grad, Withheld):
                 self._parameters[name].grad = None
@@ -105,9 +106,9 @@ class Gradients:
 
     @torch.no_grad()
     def take(self) -> set[str]:
-        """Bring what the program has written into the pieces; the parameters whose gradient it has dropped, which is None there.
+        """Bring what the program has written into the pieces; returns the parameters whose gradient it has dropped.
 
-        Raises TrainingError for a new gradient in the place of one that is in parts.
+        Raises TrainingError for a new gradient in place of one that is in parts.
         """
         dropped = set()
         for name, shown in self._shown.items():
@@ -118,7 +119,7 @@ class Gradients:
                 if now is not shown:
                     raise self._lost(name, _IN_PARTS)
             elif whole is not None and whole is not self._parameters[name]:
-                whole.grad = now.full_tensor() if isinstance(now, DTensor) else now  # shown: the same memory
+                whole.grad = now.full_tensor() if isinstance(now, DTensor) else now  # on meshes of one rank: no copy
         for piece in self._pieces:
             if piece.name in dropped:
                 piece.tensor.grad = None
@@ -139,38 +140,28 @@ class Gradients:
         )
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """The tensor that is on this rank `local`, laid out as the parameter."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
 def parameters_behind(loss: Tensor) -> list[nn.Parameter]:
-    """The parameters to which a backward of the loss would add gradients. Takes as long as its graph is large."""
-    seen, found = set[Any](), list[nn.Parameter]()
-    waiting = [loss.grad_fn]
+    """The parameters to which a backward of the loss would add gradients. The time grows with the loss's graph."""
+    visited, parameters = set[Any](), list[nn.Parameter]()
+    waiting = [loss.grad_fn]  # no recursion: a graph is deeper than Python's stack
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
+        visited.add(node)
+        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have one
         if isinstance(leaf, nn.Parameter):
-            found.append(leaf)
+            parameters.append(leaf)
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return parameters
 
 
 def refuse_strangers(behind: Iterable[nn.Parameter], modules: Collection[nn.Module]) -> None:
     """Raises TrainingError if a backward has left a gradient in a parameter of none of the modules: nobody would sum it."""
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
-    strangers = [one for one in behind if id(one) not in known and one.grad is not None]
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    strangers = [parameter for parameter in behind if id(parameter) not in own and parameter.grad is not None]
     if strangers:
-        shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3])
+        shapes = ", ".join(str(tuple(stranger.shape)) for stranger in strangers[:3])
         raise TrainingError(
             f"backward: the loss follows from parameters that were not set up, of the shape {shapes}: their gradients would differ "
             "from rank to rank; give their module to loop.setup, or freeze it with requires_grad_(False)"

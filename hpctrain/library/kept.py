@@ -18,37 +18,39 @@ from hpctrain.library.parameters import LaidOut
 LOG = logging.getLogger("hpctrain")
 
 
-def kept_state(name: str, one: Any) -> PluginState:
+def kept_state(name: str, kept: Any) -> PluginState:
     """The state of an object with `state_dict` and `load_state_dict`: tensors as pieces, all else as JSON values.
 
     Raises UsageError for an object without them. The tensors' names and shapes have to stay as they are now.
     """
-    if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+    if not (hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict")):
         raise UsageError(
-            f"register_for_checkpointing: {name!r} is of type {type(one).__name__}, expected state_dict and load_state_dict"
+            f"register_for_checkpointing: {name!r} is of type {type(kept).__name__}, expected state_dict and load_state_dict"
         )
-    _refuse_value(name, one.state_dict())
-    tensors = {key: value.detach().clone() for key, value in one.state_dict().items() if isinstance(value, Tensor)}
+    _refuse_value(name, kept.state_dict())
+    # copies: a state_dict may give new tensors each time, and pieces must be the same ones for as long as the run lasts
+    tensors = {key: value.detach().clone() for key, value in kept.state_dict().items() if isinstance(value, Tensor)}
 
     def values() -> dict[str, Any]:
-        found = one.state_dict()
-        late = next((key for key, value in found.items() if isinstance(value, Tensor) and key not in tensors), None)
+        state = kept.state_dict()
+        late = next((key for key, value in state.items() if isinstance(value, Tensor) and key not in tensors), None)
         if late is not None:
             raise TrainingError(
                 f"register_for_checkpointing: {late!r} of {name!r} is a tensor now and was none when the steps began; expected its "
                 "tensor, of the shape that it has later, before steps()"
             )
         for key, tensor in tensors.items():
-            if found[key].shape != tensor.shape:
+            if state[key].shape != tensor.shape:
                 raise TrainingError(
-                    f"register_for_checkpointing: {key!r} of {name!r} has the shape {tuple(found[key].shape)} now, and had "
+                    f"register_for_checkpointing: {key!r} of {name!r} has the shape {tuple(state[key].shape)} now, and had "
                     f"{tuple(tensor.shape)} when the steps began; expected one shape"
                 )
-            tensor.copy_(found[key])
-        return {"values": {key: value for key, value in found.items() if key not in tensors}}
+            tensor.copy_(state[key])
+        return {"values": {key: value for key, value in state.items() if key not in tensors}}
 
-    def restore(read: dict[str, Any]) -> None:
-        one.load_state_dict({**read["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
+    def restore(saved: dict[str, Any]) -> None:
+        # clones: the object may keep the tensors that it gets, and the next save writes into the pieces
+        kept.load_state_dict({**saved["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
 
     return PluginState(name, [Piece.whole(key, tensor) for key, tensor in tensors.items()], values, restore)
 
@@ -58,14 +60,14 @@ def frozen_state(name: str, model: LaidOut) -> PluginState:
     return PluginState(name, model.pieces(), restore=lambda _: model.sharded.refresh())
 
 
-def changes_told(models: Sequence[LaidOut]) -> PluginState:
-    """State of no values that says, at each save, which of these frozen models have changed: no checkpoint has them."""
+def changed_models(models: Sequence[LaidOut]) -> PluginState:
+    """State without values that warns, at each save, of frozen models that have changed since: no checkpoint has them."""
     before = {model.name: _norms(model) for model in models}
 
     def values() -> dict[str, Any]:
         for model in models:
             if model.name in before and _norms(model) != before[model.name]:
-                del before[model.name]
+                del before[model.name]  # one warning for each model
                 LOG.warning(
                     "the program has changed the frozen model %r, which checkpoints leave out: after a resume it is again what "
                     "setup got; keep it with loop.register_for_checkpointing(%s=...), given the model that setup returned",
@@ -78,10 +80,10 @@ def changes_told(models: Sequence[LaidOut]) -> PluginState:
 
 
 def _norms(model: LaidOut) -> list[float]:
-    """A number for each of the model's tensors on this rank, another one after a change."""
+    """The norm of each of the model's tensors on this rank: it differs after a change."""
     tensors = [piece.tensor.detach() for piece in model.pieces() if piece.tensor.numel()]
-    dtype = [torch.complex128 if one.is_complex() else torch.float64 for one in tensors]
-    norms = [torch.linalg.vector_norm(one.to(kind)) for one, kind in zip(tensors, dtype, strict=True)]
+    dtypes = [torch.complex128 if tensor.is_complex() else torch.float64 for tensor in tensors]  # norms need floats
+    norms = [torch.linalg.vector_norm(tensor.to(dtype)) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     return torch.stack(norms).tolist() if norms else []
 
 

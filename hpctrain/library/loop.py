@@ -1,4 +1,4 @@
-"""A program's own loop on hpctrain's world: models, optimizers, samples, metrics, checkpoints."""
+"""The parts of hpctrain for a program's own loop: models, optimizers, samples, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
 from hpctrain.library.gradients import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import changes_told, frozen_state, kept_state
+from hpctrain.library.kept import changed_models, frozen_state, kept_state
 from hpctrain.library.module import OwnModule, OwnOptimizer, own
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
 from hpctrain.library.steps import OwnSteps, Step
@@ -44,11 +44,11 @@ from hpctrain.training.start import TRAINING, Start, started
 def own_loop(
     job: Job | Mapping[str, Any] | str | Path, /, resume: str = "auto", **tables: Mapping[str, Any]
 ) -> Iterator[Loop]:
-    """Start `job` on this process's rank, one of many under mpiexec, srun or torchrun, else the only one, for a loop of one's own.
+    """Start `job` for a loop of your own: on one of the ranks of mpiexec, srun or torchrun, else on the only rank.
 
-    job: a file, what `hpctrain.load_job` gives, or tables. It needs [job] only: models and optimizers may come from `Loop.setup`.
-    resume: "auto", "never", or a checkpoint. tables: tables on top of the job's, such as `dataset={"name": data}`, in which objects
-    may stand as in `hpctrain.run`.
+    job: a file, tables, or the result of `hpctrain.load_job`. [job] is enough: models and optimizers may come from `Loop.setup`.
+    resume: "auto", "never", or a checkpoint. tables: replace keys of the job's tables, such as `dataset={"name": data}`; they may
+    hold objects, as in `hpctrain.run`.
 
     After a signal that asked the job to stop, the context ends with SystemExit(75), or KeyboardInterrupt after Ctrl-C. Errors that
     a user can fix are HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
@@ -67,11 +67,11 @@ def own_loop(
                 if leave.code:
                     raise
                 leaving = leave
-            start.exit_code = loop.end()
+            start.exit_code = loop.end()  # not after an error: other ranks may be elsewhere
         finally:
             loop.close()
     if leaving is not None and start.exit_code == EXIT_DONE:
-        raise leaving
+        raise leaving  # now that all is saved and closed
     if start.exit_code != EXIT_DONE:
         raise KeyboardInterrupt if loop.is_interrupted else SystemExit(start.exit_code)
 
@@ -83,11 +83,11 @@ class Loop:
         self._start = start
         self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
-        # the parameters that were set up, as long as they live, and their models
+        # the parameters that were set up, and their models. Weak: setup replaces them, and ids of dead ones are used again
         self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
-        # all that were set up, by their names
+        # all models that were set up, the frozen ones included
         self._models: dict[str, LaidOut] = {}
-        # the step whose parameters the program has opened last, and how often before in it
+        # the step in which the program has last opened parameters, and how often before in that step: a part of their seed
         self._opened = (0, 0)
         self._kept: dict[str, Any] = {}
         self._steps: OwnSteps | None = None
@@ -114,13 +114,13 @@ class Loop:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place, from 0, among the ranks with different samples: those that share one copy of the first model have the
-        same. There after its setup."""
+        """This rank's place, from 0, among the ranks with different samples; ranks that share one copy of the first model have the
+        same place. Known after that model's setup."""
         return self._meshes().data_rank
 
     @property
     def data_size(self) -> int:
-        """The number of places of `data_rank`."""
+        """The number of places that `data_rank` counts."""
         return self._meshes().data_size
 
     def _meshes(self) -> Meshes:
@@ -132,7 +132,7 @@ class Loop:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint: one that is complete, or the one that the steps began from."""
+        """The newest complete checkpoint, or the one that the steps began from."""
         return None if self._steps is None else self._steps.session.newest
 
     @property
@@ -142,7 +142,7 @@ class Loop:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it was Ctrl-C."""
+        """Whether Ctrl-C has ended them."""
         return self._steps is not None and self._steps.is_interrupted
 
     def setup(
@@ -154,14 +154,14 @@ class Loop:
         methods: Sequence[str] = (),
         **tables: Mapping[str, Any],
     ) -> Any:
-        """Lay a model out over the ranks; returns it and its optimizer, or a frozen one alone. Collective.
+        """Lay a model out over the ranks; returns it and its optimizer, or a frozen model alone. Collective.
 
-        model: None takes the job's [model]; one whose parameters all have requires_grad = False is frozen. optimizer: made over the
-        model's parameters, whose options the new one takes over; None takes the job's [optimizer]. name: in checkpoints and
-        metrics; needed from the second model on. clip_norm: for its gradients, in place of the job's. methods: of the model besides
-        forward that the loop calls, such as `["encode"]`. tables: in which this model differs from the job, of sharding, precision,
-        schedule, compile, compression and activation_checkpointing, such as `sharding={"stage": 3}`. `model` is given away: use the
-        returned one.
+        Use the returned model from then on. model: None takes the job's [model]; a model whose parameters all have requires_grad =
+        False is frozen. optimizer: one over the model's parameters; the returned one has its class, groups and options. None takes
+        the job's [optimizer]. name: in checkpoints and metrics; needed from the second model on. clip_norm: for its gradients, in
+        place of the job's. methods: the model's methods besides forward that the loop calls, such as `["encode"]`. tables: those of
+        sharding, precision, schedule, compile, compression and activation_checkpointing in which this model differs from the job,
+        such as `sharding={"stage": 3}`.
         """
         if self._steps is not None:
             raise UsageError(
@@ -170,25 +170,27 @@ class Loop:
         name = name or FIRST
         if name in self._models:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
-        self._refuse_known(name, model)
+        self._refuse_known(name, model)  # before `build`, which changes the module
         refuse_tables(tables, optimizer)
         if model is not None:
             model.zero_grad()  # gradients from before the loop would be added to the first step's
         if clip_norm is not None:
             tables["optimizer"] = {"clip_norm": clip_norm}
+        # a job of its own: the same checks and builders as for `hpctrain run` (docs/decisions/0087)
         checked = check_model(self._start.checked.raw.tables, self.world_size, name, model, optimizer, tables)
-        if model is not None and not any(one.requires_grad for one in model.parameters()):
+        if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             if optimizer is not None:
                 raise UsageError(f"setup: {name!r} has an optimizer and no parameter with requires_grad = True")
-            built, meshes = build_frozen(self._start, checked)
-            self._models[name] = LaidOut(name, built.sharded, meshes, None)
-            return self._module(name, built.sharded.module, built.axes, checked, None, methods)
-        made = build(self._start, checked)
-        made.refuse_optimizer()
+            frozen, meshes = build_frozen(self._start, checked)
+            self._models[name] = LaidOut(name, frozen.sharded, meshes, None)
+            return self._module(name, frozen.sharded.module, frozen.axes, checked, None, methods)
+        built = build(self._start, checked)
+        built.refuse_optimizer()
+        # else the program, or a scheduler of torch, sets the rates
         by_job = "schedule" in {**self._start.checked.raw.tables, **tables}
-        trained = self._trained[name] = Trained(name, made, by_job, self._agreement)
-        self._models[name] = LaidOut(name, made.sharded, made.meshes, trained)
-        module = self._module(name, made.module, made.axes, checked, trained, methods)
+        trained = self._trained[name] = Trained(name, built, by_job, self._agreement)
+        self._models[name] = LaidOut(name, built.sharded, built.meshes, trained)
+        module = self._module(name, built.module, built.axes, checked, trained, methods)
         return module, OwnOptimizer(trained)
 
     def _module(
@@ -203,7 +205,7 @@ class Loop:
         precision = checked.parts.precision
 
         @contextmanager
-        def calling() -> Iterator[Callable[[], None] | None]:
+        def calling() -> Iterator[Callable[[Tensor], None] | None]:
             trains = trained is not None and trained.is_training
             if trained is not None and trains:
                 trained.forwarding(self.step, self._steps is None or self._steps.is_last)
@@ -216,21 +218,21 @@ class Loop:
             if trained is not None:
                 trained.forwarded(trains)
 
-        drop = None if trained is None else trained.zero_grad
+        drop = None if trained is None else trained.zero_grad  # a frozen model has no gradients
         return own(name, module, precision.parameter_dtype, calling, drop, methods)
 
     def _refuse_known(self, name: str, model: nn.Module | None) -> None:
-        known = {id(one): other for reference, other in self._parameters if (one := reference()) is not None}
+        owners = {id(alive): owner for reference, owner in self._parameters if (alive := reference()) is not None}
         for key, parameter in [] if model is None else model.named_parameters():
-            if id(parameter) in known:
+            if id(parameter) in owners:
                 raise UsageError(
-                    f"setup: {key} of {name!r} is a parameter of {known[id(parameter)]!r}, too: two optimizers would change it; "
+                    f"setup: {key} of {name!r} is a parameter of {owners[id(parameter)]!r}, too: two optimizers would change it; "
                     "set up one module that holds both"
                 )
             self._parameters.append((weakref.ref(parameter), name))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context in the job's precision, for what the program computes besides its models' forwards."""
+        """A context in the job's precision, for what the program computes outside its models' forwards."""
         return self._start.checked.parts.precision.forward(self.device)
 
     def register_for_checkpointing(self, **objects: Any) -> None:
@@ -239,8 +241,8 @@ class Loop:
         Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or
         is a frozen model that setup returned.
         """
-        for name, one in objects.items():
-            held = self._held(one)
+        for name, kept in objects.items():
+            held = self._held(kept)
             if held is not None and held.trained is not None:
                 raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
             is_own_name = held is not None and held.name == name
@@ -248,63 +250,60 @@ class Loop:
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )
-            self._kept[name] = held or one
+            self._kept[name] = held or kept
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that are left of the job's, with the micro batches of each; between two of them metrics are written,
-        checkpoints saved, and requests to stop taken. Collective."""
+        """Yield the job's remaining steps, each with its micro batches. Between two steps, metrics are written, checkpoints saved,
+        and requests to stop taken. Collective."""
         if self._steps is not None:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        kept = self._kept.items()
-        states = [(frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in kept]
-        frozen = [
-            one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)
+        states = [
+            (frozen_state if isinstance(kept, LaidOut) else kept_state)(name, kept) for name, kept in self._kept.items()
         ]
-        states += [changes_told(frozen)] if frozen else []
+        registered = set(map(id, self._kept.values()))
+        unkept = [model for model in self._models.values() if model.trained is None and id(model) not in registered]
+        states += [changed_models(unkept)] if unkept else []
         self._steps = OwnSteps(self._start, self._trained, states, self._agreement)
         yield from self._steps
 
     def backward(self, loss: Tensor, divisor: float | None = None, **named: Any) -> None:
         """Add the loss's gradients to those of the models that it follows from, which the ranks sum. Collective.
 
-        loss: a mean over this rank's micro batch. Its gradients are averaged over the ranks with different samples and the micro
-        batches of the step; divisor: divide by it instead, for sums, such as by the number of tokens of the whole batch. named:
-        of Tensor.backward.
+        loss: a mean over this rank's micro batch. Its gradients are averaged over the ranks with different samples and over the
+        step's micro batches. divisor: divides the gradients instead, for a loss that is a sum, such as the number of tokens of the
+        whole batch. named: keywords of Tensor.backward.
         """
         if not isinstance(loss, Tensor) or loss.dim():
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TrainingError(f"backward: found a loss of {found}, expected a scalar tensor")
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainingError(f"backward: found a loss of {kind}, expected a scalar tensor")
         if not loss.requires_grad:
             raise TrainingError(
                 "backward: the loss has no gradient, expected one that follows from trained parameters; look for detach(), item() "
                 "or no_grad between a model's outputs and the loss"
             )
         steps, models = self._begun("backward"), self._trained.values()
-        if steps.is_last:
+        if steps.is_last:  # this backward sums: the ranks agree that all of them are in it
             self._agreement.on(BACKWARD, self.step)
         parts = steps.parts_of_batch
         share = 1 / steps.dealt if divisor is None else parts / steps.dealt / divisor
-        scale = max(one.model.scaler.scale for one in models)
-        behind = parameters_behind(loss) if steps.is_first else []
+        scale = max(trained.model.scaler.scale for trained in models)  # models that scale share a scaler, others have 1
+        behind = parameters_behind(loss) if steps.is_first else []  # in one step only: the walk takes time
         with self._start.hooks.phase("backward", self.step):
-            for one in models:
-                one.backwarding()
-            try:
-                (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
-            finally:
-                for one in models:
-                    one.backward_runs = False
+            for trained in models:
+                trained.backwarding()
+            # strategies sum gradients over ranks and micro batches: divided by the number of parts, the sum is a mean
+            (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
         if behind:
-            refuse_strangers(behind, [one.model.module for one in models])
-        for one in models:
-            one.refuse_strays()
-        for one in models:
-            one.backwarded(loss.detach() * share)
+            refuse_strangers(behind, [trained.model.module for trained in models])
+        for trained in models:  # all of them before any: `backwarded` is collective
+            trained.refuse_strays()
+        for trained in models:
+            trained.backwarded(loss.detach() * share)
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
-        """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
+        """Scale the model's gradients to a norm over all ranks of at most `max_norm`; returns the norm before. Collective."""
         held = self._held(model)
         if held is None or held.trained is None:
             raise UsageError(
@@ -316,10 +315,10 @@ class Loop:
     def parameters(self, model: OwnModule, names: str = "*", whole: bool = True) -> Iterator[Parameters]:
         """A context to read and change a model's parameters and their gradients, on every layout. Collective.
 
-        It gives pairs of name and parameter, as `named_parameters` does: whole ones on every rank, or, with whole = False, the
-        parts that this rank updates, which need no memory of their own. `grad` is the gradient that the ranks have summed, None
-        without one; set it to None to leave a parameter alone. What you change holds when the context ends. names: a pattern; a
-        large model fits in parts, or some parameters at a time. Random numbers drawn while you iterate are the same on every
+        The context gives pairs of name and parameter, as `named_parameters` does: whole parameters on every rank, or, with whole =
+        False, the parts that this rank updates, which need no memory of their own. `grad` is the gradient that the ranks have
+        summed, or None; set it to None to leave a parameter alone. Changes take effect when the context ends. names: a pattern;
+        open a large model in parts, or some parameters at a time. Random numbers drawn while you iterate are the same on every
         layout for whole parameters, and on every rank that has the same part.
         """
         held = self._held(model)
@@ -329,19 +328,19 @@ class Loop:
         trained = held.trained
         if trained is not None:
             trained.open_gradients()
-        detail = zlib.crc32(repr((held.name, names, whole)).encode())
+        detail = zlib.crc32(repr((held.name, names, whole)).encode())  # `hash` of a text differs between processes
         ranks = self._agreement.on(PARAMETERS, self.step, [] if trained is None else trained.used_bits(), detail)
         if trained is not None:
             trained.note_used(ranks)
         with_gradients = set[str]() if trained is None else trained.with_gradients
-        held.sharded.adopt()
+        held.sharded.adopt()  # changes that the program has made outside this context
         if whole:
             held.sharded.consolidate()
-        with torch.no_grad(), forked_random_state(self.device):
+        with torch.no_grad(), forked_random_state(self.device):  # the loop's own draws go on as without this context
             if whole:
                 copies = WholeParameters(held, chosen, with_gradients, self.device)
                 entries: list[tuple[str, Tensor, tuple[int, ...]]]
-                entries = [(name, one, (0,) * one.dim()) for name, one in copies.named.items()]
+                entries = [(name, parameter, (0,) * parameter.dim()) for name, parameter in copies.named.items()]
             else:
                 entries = [(piece.name, piece.tensor, piece.offsets) for piece in parts_of(held, chosen)]
             self._opened = (self.step, self._opened[1] + 1 if self._opened[0] == self.step else 0)
@@ -349,7 +348,7 @@ class Loop:
             yield Parameters(entries, seed, self.device)
             if whole:
                 copies.write_back()
-        held.sharded.refresh()
+        held.sharded.refresh()  # the pieces have changed
         if trained is not None:
             trained.show_gradients()
 
@@ -360,18 +359,16 @@ class Loop:
         if trained is not None:
             trained.model.sharded.adopt()
             trained.model.consolidate()
-        names = {} if trained is None else trained.model.shapes
-        found = {}
+        values = {}
         for name, tensor in named_tensors(model):
-            if name in names:
-                assert trained is not None
-                found[name] = trained.model.value(name)
+            if trained is not None and name in trained.model.shapes:
+                values[name] = trained.model.value(name)
             else:
-                found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-        return found
+                values[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+        return values
 
     def _held(self, module: Any) -> LaidOut | None:
-        return next((one for one in self._models.values() if one.sharded.module is module), None)
+        return next((model for model in self._models.values() if model.sharded.module is module), None)
 
     def _begun(self, method: str) -> OwnSteps:
         if self._steps is None:
@@ -379,7 +376,7 @@ class Loop:
         return self._steps
 
     def log(self, **values: float | Tensor) -> None:
-        """Add numbers to the row of this step's metrics: each is the mean over the ranks."""
+        """Add numbers to this step's row of metrics, which has their means over the ranks."""
         self._begun("log").log(values)
 
     def save(self) -> None:
@@ -390,9 +387,8 @@ class Loop:
         self._begun("save").saves = True
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The ranks' tensors of one shape (rows, ...), one after the other: (world_size * rows, ...). Collective."""
-        mine = tensor.detach().contiguous()
-        mine = mine[None] if mine.dim() == 0 else mine
+        """Concatenate the ranks' tensors of one shape (rows, ...) into (world_size * rows, ...). Collective."""
+        mine: Tensor = torch.atleast_1d(tensor.detach()).contiguous()
         everyone = mine.new_empty(self.world_size * mine.shape[0], *mine.shape[1:])
         dist.all_gather_single(everyone, mine)
         return everyone
@@ -408,8 +404,8 @@ class Loop:
         return total / self.world_size if reduction == "mean" else total
 
     def validation(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro batches of the validation data, as many on every rank: where `counts` is false, one fills up for
-        ranks that have more, and is no part of the result. Collective."""
+        """Yield this rank's micro batches of the validation data, the same number on every rank: one whose `counts` is false is
+        padding, and no part of the result. Collective."""
         if self._steps is None:
             raise UsageError("validation: the loop has no data yet; expected it after steps() has begun")
         yield from self._steps.validation()
@@ -423,10 +419,10 @@ class Loop:
         """The program has left its loop; the exit code. Collective."""
         if self._steps is not None:
             self._steps.leave()
-        self._agreement.on(END_OF_LOOP, self.step)
+        self._agreement.on(END_OF_LOOP, self.step)  # a rank that leaves the loop alone is an error on all
         code = EXIT_DONE
         if self.stopped:
-            code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED
+            code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED  # a stopped job is to go on
         if self._steps is not None:
             self._steps.finish(code)
         return code
@@ -437,5 +433,5 @@ class Loop:
             self._steps.close()
             self._steps.session.close()
         else:
-            for trained in self._trained.values():
+            for trained in self._trained.values():  # no session has taken them
                 trained.model.sums.close()

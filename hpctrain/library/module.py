@@ -1,4 +1,4 @@
-"""A model of a program's loop as `setup` returns it: the module, whose calls the loop knows of, and an optimizer of its pieces."""
+"""A model of a program's loop as `setup` returns it: the module, with calls through the loop, and an optimizer of its pieces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from hpctrain.contracts.model import map_tensors, tensors_in
 from hpctrain.library.trained import Trained
 
 _CALLS = "_hpctrain_calls"
+Calling = Callable[[], AbstractContextManager[Callable[[Tensor], None] | None]]
 
 
 @dataclass
 class _Calls:
     dtype: torch.dtype
     """The dtype of floating point inputs."""
-    calling: Callable[[], AbstractContextManager[Callable[[], None] | None]]
+    calling: Calling
     """A context for a forward. It gives what is called when a backward comes to the outputs, None where none can."""
     drop: Callable[[], None] | None
     """Drops the gradients."""
@@ -34,18 +35,18 @@ class _Calls:
 
 
 class OwnModule(nn.Module):
-    """The class that `own` puts in front of a module's: calls of the module are those of a model of the loop.
+    """A class that `own` puts in front of a module's: calls of the module become calls of a model of the loop.
 
     Names, attributes and methods stay the module's own.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the module's own class: a slice of a container is no model of the loop."""
-        return cls.__mro__[2](*args, **kwargs)
+        """Make an instance of the module's own class: a slice of a container is no model of the loop."""
+        return cls.__mro__[2](*args, **kwargs)  # behind the class that `own` has made, and this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
-        them. Within a call it is the module's own forward: parameters are there already."""
+        """The module's outputs: whole where tensor parallelism has cut them, and 16-bit floats in float32, which a loss needs.
+        Within a call it is the module's own forward: the parameters are gathered already."""
         if self.__dict__[_CALLS].inside:
             return self.forward(*args, **kwargs)
         return self._run("forward", args, kwargs)
@@ -55,28 +56,28 @@ class OwnModule(nn.Module):
         calls: _Calls = self.__dict__[_CALLS]
         with calls.calling() as reached:
             calls.inside, calls.method = True, method
-            try:
+            try:  # nn.Module's call runs `forward` below, whatever the method: the strategies have hooked it
                 outputs = super().__call__(*_converted(args, calls.dtype), **_converted(kwargs, calls.dtype))
             finally:
                 calls.inside, calls.method = False, "forward"
         outputs = map_tensors(_widened, outputs)
-        for one in tensors_in(outputs) if reached is not None else ():
-            if one.requires_grad:
-                one.register_hook(_calling(reached))
+        for output in tensors_in(outputs) if reached is not None else ():
+            if output.requires_grad:
+                output.register_hook(reached)
         return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, or the method that runs as one; called by the program, it is a call."""
+        """The module's forward, or the method that runs as one. If the program calls `forward` itself, it is a call."""
         calls: _Calls = self.__dict__[_CALLS]
         if not calls.inside:
             return self(*args, **kwargs)
-        method, calls.method = calls.method, "forward"
+        method, calls.method = calls.method, "forward"  # a forward that the method calls is the module's own
         return getattr(super(), method)(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
         drop = self.__dict__[_CALLS].drop
-        if drop is not None:
+        if drop is not None:  # else the model is frozen
             drop()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -87,7 +88,7 @@ class OwnModule(nn.Module):
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Steps over the pieces of the model that this rank holds. `step` is collective."""
+    """The optimizer of the pieces that this rank holds. `step` is collective."""
 
     def __init__(self, trained: Trained) -> None:  # not torch's: it has no parameters of its own
         self._trained = trained
@@ -138,15 +139,15 @@ def own(
     name: str,
     module: nn.Module,
     dtype: torch.dtype,
-    calling: Callable[[], AbstractContextManager[Callable[[], None] | None]],
+    calling: Calling,
     drop: Callable[[], None] | None,
     methods: Sequence[str],
 ) -> OwnModule:
-    """Make the module a model of the loop; returns it. methods: besides forward, that the program calls. See `_Calls`."""
+    """Make the module a model of the loop; returns it. methods: those besides forward that the program calls. See `_Calls`."""
     calls = _Calls(dtype, calling, drop)
 
     def refuse_part(part: nn.Module, _: Any) -> None:
-        if not calls.inside and torch.is_grad_enabled():
+        if not calls.inside and torch.is_grad_enabled():  # without gradients, a part may be looked at
             raise TrainingError(
                 f"the program calls {type(part).__name__}, a part of the model {name!r}; call the model that setup returned, or a "
                 "method that you give setup(methods=[...]): the ranks gather parameters and sum gradients around these"
@@ -156,10 +157,11 @@ def own(
         if inner and inner.count(".") < 2:  # deeper ones are reached by these, and each hook costs time
             part.register_forward_pre_hook(refuse_part)
     module.__dict__[_CALLS] = calls
-    unknown = [one for one in methods if not callable(getattr(type(module), one, None))]
+    unknown = [method for method in methods if not callable(getattr(type(module), method, None))]
     if unknown:
         raise UsageError(f"setup: methods: {type(module).__name__} has no method {unknown[0]!r}")
-    bodies = {one: _method(one) for one in methods}
+    bodies = {method: _method(method) for method in methods}
+    # no wrapper: the module stays the program's object, with its parameters' names
     module.__class__ = types.new_class(
         type(module).__name__, (OwnModule, type(module)), exec_body=lambda own: own.update(bodies)
     )
@@ -176,18 +178,10 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
-def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
-    def call(_: Tensor) -> None:
-        if function is not None:
-            function()
-
-    return call
-
-
 def _converted(inputs: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
-def _widened(one: Tensor) -> Tensor:
-    one = one.full_tensor() if isinstance(one, DTensor) else one
-    return one.float() if one.is_floating_point() and one.dtype.itemsize < 4 else one
+def _widened(output: Tensor) -> Tensor:
+    output = output.full_tensor() if isinstance(output, DTensor) else output
+    return output.float() if output.is_floating_point() and output.dtype.itemsize < 4 else output

@@ -33,7 +33,8 @@ class LaidOut:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each parameter of the full model."""
         of_trained = {} if self.trained is None else self.trained.model.shapes
-        return {name: of_trained.get(name, tuple(one.shape)) for name, one in self.sharded.module.named_parameters()}
+        parameters = self.sharded.module.named_parameters()
+        return {name: of_trained.get(name, tuple(parameter.shape)) for name, parameter in parameters}
 
     def pieces(self) -> list[Piece]:
         """This rank's pieces of the parameters and buffers, live."""
@@ -42,33 +43,33 @@ class LaidOut:
 
     def named(self, pattern: str) -> list[str]:
         """The parameters that match, in the model's order. Raises UsageError if none does."""
-        found = [name for name in self.shapes if fnmatchcase(name, pattern)]
-        if not found:
+        matching = [name for name in self.shapes if fnmatchcase(name, pattern)]
+        if not matching:
             names = ", ".join(list(self.shapes)[:3])
             raise UsageError(
                 f"parameters: no parameter of {self.name!r} matches {pattern!r}; names are like {names}, ..."
             )
-        return found
+        return matching
 
 
 class Parameters:
-    """Names and parameters, as `named_parameters` gives them; draws at each of them follow from its place in the model."""
+    """Names and parameters, as `named_parameters` gives them; random numbers drawn at each depend on its place in the model."""
 
     def __init__(self, entries: Sequence[tuple[str, Tensor, tuple[int, ...]]], seed: int, device: torch.device):
-        """entries: each parameter, or part of one, with its name and where it begins in the whole."""
+        """entries: the name of each parameter or part, the tensor, and where it begins in the whole."""
         self._entries, self._seed, self._device = entries, seed, device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, one, offsets in self._entries:
+        for name, parameter, offsets in self._entries:
             seed_draws(derive_seed(self._seed, name, offsets), self._device)
-            yield name, one
+            yield name, parameter
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
 class WholeParameters:
-    """Copies of whole parameters, which are written back. Collective."""
+    """Copies of whole parameters, and their way back into the pieces. Collective."""
 
     def __init__(
         self, model: LaidOut, names: Sequence[str], with_gradients: Collection[str], device: torch.device
@@ -79,21 +80,21 @@ class WholeParameters:
         self.named: dict[str, nn.Parameter] = {}
         self._with_gradients = with_gradients
         trains: Mapping[str, Tensor] = dict(model.sharded.module.named_parameters())
-        for name in names:
-            one = nn.Parameter(full.of(name, lambda piece: piece.tensor), requires_grad=trains[name].requires_grad)
+        for name in names:  # in the same order on all ranks: each is gathered
+            whole = full.of(name, lambda piece: piece.tensor)
+            parameter = self.named[name] = nn.Parameter(whole, requires_grad=trains[name].requires_grad)
             if name in with_gradients:
-                one.grad = full.of(name, _gradient)
-            self.named[name] = one
+                parameter.grad = full.of(name, _gradient)
 
     def write_back(self) -> None:
-        """Bring what the program has made of them into this rank's pieces."""
+        """Copy the values and gradients, as the program has left them, into this rank's pieces."""
         for piece in self._pieces:
             whole, tensor = self.named[piece.name], piece.tensor
             place = tuple(slice(at, at + n) for at, n in zip(piece.offsets, tensor.shape, strict=True))
             tensor.copy_(whole[place])
             if piece.name not in self._with_gradients:
-                continue
-            if whole.grad is None or tensor.grad is None:
+                continue  # the copy has no gradient to bring back
+            if whole.grad is None or tensor.grad is None:  # dropped by the program now, or before
                 tensor.grad = None if whole.grad is None else whole.grad[place].to(tensor.device, copy=True)
             else:
                 tensor.grad.copy_(whole.grad[place])

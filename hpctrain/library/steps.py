@@ -1,4 +1,4 @@
-"""The steps of a program's loop: those of training/step.py, whose gradients the program computes."""
+"""The steps of a program's loop: those of training/step.py with gradients that the program computes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOG = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the loop: iterate over it for this rank's micro batches, as often as you like. number: from 1."""
+    """A step of the loop: iterate over it, as often as you like, for this rank's micro batches. number: from 1."""
 
     number: int
     _deal: Callable[[], Iterator[Batch]]
@@ -58,32 +58,31 @@ class OwnSteps(Steps):
         """states: what the program keeps in checkpoints."""
         self._start, self._agreement, self._trained, self._kept = start, agreement, trained, states
         first, *others = trained.values()
-        _share_scaler([one.model for one in trained.values()])
-        for one in trained.values():
-            one.note_rates()
-        rates = [one.rates_state() for one in trained.values() if not one.follows_schedule]
-        further, reads = {one.name: one.model for one in others}, has_data(first.model.job)
+        _share_scaler([each.model for each in trained.values()])
+        for each in trained.values():
+            each.note_rates()  # before `complete`, which replaces the optimizers
+        rates = [each.rates_state() for each in trained.values() if not each.follows_schedule]
+        further, reads = {other.name: other.model for other in others}, has_data(first.model.job)
         session = complete(start, first.model, further, [*states, *rates], reads, first.name)
         super().__init__(session, start.stop, reads)
-        for one in trained.values():
-            one.steps = self
+        for each in trained.values():
+            each.steps = self
             if reads and session.feed.samples is None:
-                refuse_epochs(one.model.job, STREAM)
+                refuse_epochs(each.model.job, STREAM)
         self._restore_rates()
         self.dealt, self.is_last = 1, True
-        """How many micro batches the step deals out, and whether the newest is the last one."""
+        """The number of micro batches that the step deals out, and whether the newest is the last one."""
         self.stopped = self.is_interrupted = self.saves = False
         """saves: whether the program on this rank has asked for a checkpoint of this step."""
         self._logged: dict[str, list[Figure]] = {}
         # whether the program is in a step
         self._goes_on = False
-        nothing = StepFigures(0, math.nan, math.nan, [], False)
-        # the newest update of the first model, which need not be of this step
-        self._newest = Update(first.model, nothing, math.nan, True, None)
+        # the newest update of the first model, which may be of an earlier step: its figures stand in a row without an update
+        self._newest = Update(first.model, StepFigures(0, math.nan, math.nan, [], False), math.nan, True, None)
 
     def _restore_rates(self) -> None:
-        for one in self._trained.values():
-            one.restore_rates()
+        for trained in self._trained.values():
+            trained.restore_rates()
 
     @property
     def is_first(self) -> bool:
@@ -92,7 +91,7 @@ class OwnSteps(Steps):
 
     @property
     def parts_of_batch(self) -> int:
-        """The parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
+        """The number of parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
         return self.session.model.batch_group.size() * self.dealt
 
     def log(self, values: Mapping[str, Figure]) -> None:
@@ -104,18 +103,18 @@ class OwnSteps(Steps):
         session = self.session
         start_hooks(session)
         session.hooks.position.move(BETWEEN)
-        end_if_asked(session)
+        end_if_asked(session)  # a hook may have asked at the start
         if session.job.batch.packing:
             from hpctrain.training.packing_trial import try_packing
 
             try_packing(session)
         self.begin()
         while not session.progress.done and not self.stopped:
-            for one in self._trained.values():
-                one.begin_step()
+            for trained in self._trained.values():
+                trained.begin_step()
             micro_batches = self.load()
             if self._loader is None:
-                place = session.model.meshes.data_rank  # the others work on one sample
+                place = session.model.meshes.data_rank  # ranks that share a copy of the model draw the same numbers
                 seed_draws(derive_seed(session.job.job.seed, session.progress.step, place), session.device)
             self._goes_on = True
             yield Step(session.progress.step + 1, partial(self._deal, micro_batches))
@@ -136,45 +135,45 @@ class OwnSteps(Steps):
             yield micro.batch
 
     def _end_step(self) -> bool:
-        """Let the ranks tell each other of the step, write its row, act, and save; whether the steps stop before the last one.
-        Collective."""
+        """Exchange the step's figures, write its row, act, and save; whether the steps stop before the last one. Collective."""
         session, progress = self.session, self.session.progress
-        self.dealt, self.is_last = 1, True
+        self.dealt, self.is_last = 1, True  # a backward between two steps counts as a micro batch of its own
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
+        # the ranks compare a checksum of the names: numbers of other names would be added
         detail, done, is_first = zlib.crc32(json.dumps(list(logged)).encode()), progress.step + 1, self.is_first
         mine = replace(
             self.figures(done, has_known_forwards=False), saves=float(self.saves), named=list(logged.values())
         )
         ranks = mine.exchanged(partial(self._agreement.on, END_OF_STEP, progress.step, detail=detail))
         self.compare_replicas(done, ranks)
-        updates = {name: one.update for name, one in self._trained.items() if one.update is not None}
-        self._tell_of_no_update(bool(updates))
-        session.model.scaler.update(all(one.is_finite for one in self._trained.values()))
-        for one in session.models:
-            one.sharded.adopt()
+        updates = {name: trained.update for name, trained in self._trained.items() if trained.update is not None}
+        self._refuse_no_update(bool(updates))
+        session.model.scaler.update(all(trained.is_finite for trained in self._trained.values()))  # all models share it
+        for model in session.models:
+            model.sharded.adopt()  # a save below reads the pieces
         first = next(iter(self._trained))
         self._newest = updates.get(first, replace(self._newest, verdict=None, taken=True))
-        means = {name: sum(one.named[place] for one in ranks) / len(ranks) for place, name in enumerate(logged)}
+        means = {name: sum(rank.named[place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         level = self.end(
-            ranks, self._newest, int(sum(one.terms for one in ranks)),
-            others={name: one for name, one in updates.items() if name != first}, logged=means,
+            ranks, self._newest, int(sum(rank.terms for rank in ranks)),
+            others={name: update for name, update in updates.items() if name != first}, logged=means,
         )  # fmt: skip
         self.is_interrupted, self.saves = level == INTERRUPTED, False
         if is_first:
             for state in self._kept:
-                state.values()  # what the first save would refuse
-        if self.act(updates.values()):
+                state.values()  # raises now what the first save would raise, perhaps after hours
+        if self.act(updates.values()):  # the training has gone back to a checkpoint
             self._restore_rates()
             return bool(level)
         end_if_asked(session)
-        save_if_due(session, bool(level), asked=any(one.saves for one in ranks))
+        save_if_due(session, bool(level), asked=any(rank.saves for rank in ranks))
         return bool(level) and not progress.done
 
-    def _tell_of_no_update(self, has_updates: bool) -> None:
-        """Say after a first step that no optimizer has stepped. Raises TrainingError at the end of a training that had none."""
+    def _refuse_no_update(self, has_updates: bool) -> None:
+        """Raises TrainingError at the end of a training in which no optimizer has stepped; the first step warns of it."""
         progress = self.session.progress
-        if has_updates or any(one.model.optimizer_begun for one in self._trained.values()):
+        if has_updates or any(trained.model.optimizer_begun for trained in self._trained.values()):
             return
         expected = "expected optimizer.step() after loop.backward(loss), on the optimizer that setup returned"
         if progress.step + 1 >= progress.steps:
@@ -183,13 +182,13 @@ class OwnSteps(Steps):
             LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 
     def validation(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro batches of the validation data, as many on every rank. Collective."""
+        """Yield this rank's micro batches of the validation data, the same number on every rank. Collective."""
         if not self.session.feed.validates:
             raise UsageError(
                 "validation: the job has no validation data; give it [evaluation] and data with that split"
             )
         for model in self.session.models:
-            model.consolidate()
+            model.consolidate()  # all ranks evaluate one model
         loader = self.session.feed.validation_loader()
         try:
             yield from loader
@@ -197,16 +196,16 @@ class OwnSteps(Steps):
             loader.close()
 
     def leave(self) -> None:
-        """End the step that the program has left by a `break`, and save: no other one follows. A step without an update does not
+        """End and save the step that the program has left by a `break`: it is the last one. A step without an update does not
         count. Collective."""
         if not self._goes_on:
             return
         self._goes_on = False
         session, progress = self.session, self.session.progress
-        # else others end the step, and this rank begins a save
+        # first of all: a rank that breaks alone would save while others end the step
         self._agreement.on(END_OF_LOOP, progress.step)
         progress.ended = True
-        if any(one.update is not None for one in self._trained.values()):
+        if any(trained.update is not None for trained in self._trained.values()):
             self._end_step()
             return
         finish_saving(session, excused=True)
@@ -215,7 +214,7 @@ class OwnSteps(Steps):
             save_if_due(session, stop_agreed=False)
 
     def finish(self, code: int) -> None:
-        """The loop is over. code: the exit code. Collective."""
+        """Tell the hooks and the user that the loop is over. code: the exit code. Collective."""
         session = self.session
         result = {
             "step": session.progress.step,
@@ -231,6 +230,6 @@ class OwnSteps(Steps):
 
 def _share_scaler(models: Sequence[Any]) -> None:
     """Give all models the scaler of the first that scales its loss: one backward may reach several."""
-    scalers = [one.scaler for one in models if one.scaler.skips_nonfinite]
+    scalers = [model.scaler for model in models if model.scaler.skips_nonfinite]
     for model in models if scalers else ():
         model.scaler = scalers[0]

@@ -23,12 +23,11 @@ from hpctrain.training.metrics import Figure
 from hpctrain.training.step import Steps, Update
 from hpctrain.training.trained_model import TrainedModel, clip
 
-# numbers of as many bits are exact in float64
-_BITS = 48
+_BITS = 48  # of the parameters that one number stands for; float64 is exact up to 53
 
 
 class _Used:
-    """The parameters to whose gradients backwards have added. It holds no model: parameters hold it by their hooks."""
+    """The parameters to whose gradients backwards have added. It refers to no model: parameters refer to it by their hooks."""
 
     def __init__(self) -> None:
         self.names, self.strays = set[str](), set[str]()
@@ -36,14 +35,14 @@ class _Used:
         """Whether a backward of the loop goes through a forward of the model."""
 
     def __call__(self, name: str, in_forward: bool) -> None:
-        if not self.is_expected:
+        if not self.is_expected:  # a backward of the program's own, or a loss of parameters alone
             self.strays.add(name)
         elif in_forward:
             self.names.add(name)
 
 
 class Trained:
-    """A model that is trained, as torch's `backward`, `zero_grad` and `step` have it: gradients add up until `zero_grad`."""
+    """A model in training under torch's rules of `backward`, `zero_grad` and `step`: gradients add up until `zero_grad`."""
 
     def __init__(self, name: str, model: TrainedModel, follows_schedule: bool, agreement: Agreement) -> None:
         """follows_schedule: whether the job sets the learning rate, not the program."""
@@ -53,26 +52,27 @@ class Trained:
         """The loop's, once they have begun."""
         self.begin_step()
         parameters = dict(model.module.named_parameters())
-        # the trained parameters
-        self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
-        self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
+        # the trained parameters as they are between steps; forwards may have others, which the strategy gathers
+        self._whole = {key: parameter for key, parameter in parameters.items() if key in model.shapes}
+        self._frozen = {key: parameter for key, parameter in parameters.items() if key not in model.shapes}
         self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
         # uses since `zero_grad`
         self._used = _Used()
-        # parameters that no rank has used since then, as far as the ranks have told each other
+        # parameters that no rank has used since then, by the ranks' last exchange
         self._idle: set[str] = set()
-        # parameters that a strategy has gathered for the backward that follows, as the forward has left them
+        # parameters that a strategy has gathered for the backward that follows, with their version after the forward
         self._versions: list[tuple[str, nn.Parameter, int]] = []
         model.sharded.watch(self._used)
-        # the sum of the losses whose backwards have reached it since `zero_grad`, each over the number of micro batches
+        # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
-        self._open = self._reached = self._pending = self._summed = False
-        # whether there are summed gradients that no update has used
-        self._unused = False
+        # open: a forward waits for its backward; reached: that has come to the model; pending: gradients wait for the ranks' sum;
+        # summed: they have it; unused: no update has used it
+        self._open = self._reached = self._pending = self._summed = self._unused = False
+        # last: the open micro batch's backward sums; differentiates: the program has computed gradients of its own in it
         self._last, self._differentiates = True, False
-        self.backward_runs = False
-        """Whether the loop's own backward goes on."""
-        # gradients of earlier backwards, which a forward has put aside
+        # whether the loop's own backward goes on
+        self._backward_runs = False
+        # gradients of earlier backwards that a forward has put aside: a strategy's sum would overwrite them
         self._kept: list[Tensor] = []
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
@@ -87,52 +87,53 @@ class Trained:
         self._clipped: StepFigures | None = None
 
     def forwarding(self, step: int, last: bool) -> None:
-        """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward.
+        """Prepare for a forward whose backward may follow. last: whether the ranks sum the gradients in that backward.
 
         Raises TrainingError if the model waits for the backward of a forward in another micro batch.
         """
-        if self._open:
+        if self._open:  # a second forward of this micro batch
             if last != self._last:
                 raise self._unused_forward()
             return
-        if self._gradients.are_dropped:
+        if self._gradients.are_dropped:  # the program sets `grad` to None in place of zero_grad
             self.zero_grad()
-        if self._summed:  # the program goes on adding: the strategy would begin anew
+        if self._summed:  # the program goes on adding, and the strategy begins anew
             self._used.names -= self._gradients.take()
             self._kept = [gradient.clone() for gradient in self._gradients.all()]
             self._gradients.drop()
             self._summed = False
         self._gradients.resume()
-        if not (self._pending or self._unused):
+        if not (self._pending or self._unused):  # once for each update: it keeps what `leave_out` brings back
             self.model.begin_sums(step, may_be_left_out=True)
         self.model.sharded.begin(last)
         self._open, self._last, self._differentiates = True, last, False
 
     def forwarded(self, trains: bool) -> None:
-        """A forward is over. trains: whether `forwarding` was told."""
-        if trains:
-            gathered = [(name, one) for name, one in self.model.module.named_parameters() if name in self._whole]
-            self._versions = [(name, one, version_of(one)) for name, one in gathered if one is not self._whole[name]]
+        """A forward is over. trains: whether `forwarding` was called before it."""
+        if trains:  # stage 3 frees what it has gathered: a change in place would be lost
+            now = [(name, value) for name, value in self.model.module.named_parameters() if name in self._whole]
+            gathered = [(name, value) for name, value in now if value is not self._whole[name]]
+            self._versions = [(name, value, version_of(value)) for name, value in gathered]
         elif not self._open:
             self.model.sharded.rest()
 
     def backwarding(self) -> None:
         """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
-        self.backward_runs, self._used.is_expected = True, self._open
-        for name, one, version in self._versions if self._open else ():
-            if version_of(one) != version:
+        self._backward_runs, self._used.is_expected = True, self._open
+        for name, parameter, version in self._versions if self._open else ():
+            if version_of(parameter) != version:
                 raise TrainingError(
                     f"{name} of the model {self.name!r} was changed in place between a forward and its backward: the sharding "
                     "strategy has gathered it for these, and the change would be lost; change it after the backward"
                 )
 
-    def reached(self) -> None:
-        """A backward has come to the model's outputs: the loop's, or one of the program's own inside of its forwards.
+    def reached(self, _: Tensor) -> None:
+        """A backward has come to the model's outputs: the loop's, or one of the program's own between its forwards.
 
-        Raises TrainingError without a forward of its own.
+        Raises TrainingError for a forward whose gradients are summed already.
         """
-        if not self.backward_runs:
-            if not self._differentiates:
+        if not self._backward_runs:
+            if not self._differentiates:  # once for each micro batch
                 self._differentiates = True
                 self.model.sharded.keep_whole()
             return
@@ -144,21 +145,21 @@ class Trained:
         self._reached = True
 
     def backwarded(self, loss: Tensor) -> None:
-        """A backward of `loss` is over. If it has reached the model, it is collective at the step's last micro batch."""
-        self.backward_runs = self._used.is_expected = False
+        """A backward of `loss` is over. Collective at the step's last micro batch, if it has reached the model."""
+        self._backward_runs = self._used.is_expected = False
         if not self._reached:
-            return
+            return  # the loss was of other models
         self._open = self._reached = self._differentiates = False
         self._pending = True
         if self._last:
             self._sum()
         else:
             self._gradients.show_pending(self._used.names)
-        self._losses += loss
+        self._losses += loss  # on the device: a number would be waited for
         self._clipped = None
 
     def _sum(self) -> None:
-        self._gradients.resume()
+        self._gradients.resume()  # takes stand-ins away, which the strategy would take for gradients
         self.model.sharded.synchronize()
         gradients = self.model.take_gradients()
         if self._kept:
@@ -170,17 +171,17 @@ class Trained:
     def summed_gradients(self) -> list[Tensor]:
         """The gradients of this rank's pieces, with what the program has written into them.
 
-        Raises TrainingError if no backward has come here since `zero_grad`, for a parameter that was frozen at the setup and is no
-        more, as no optimizer has it, and for gradients that no rank would sum.
+        Raises TrainingError if no backward has come here since `zero_grad`, for a parameter that was frozen at the setup and is not
+        any more, since no optimizer has it, and for gradients that no rank would sum.
         """
         self.refuse_strays()
-        thawed = next((key for key, one in self._frozen.items() if one.requires_grad), None)
+        thawed = next((key for key, parameter in self._frozen.items() if parameter.requires_grad), None)
         if thawed is not None:
             raise TrainingError(
                 f"{thawed} of the model {self.name!r} was frozen when it was set up, has requires_grad now, and is in no "
                 "optimizer; set models up with all that is ever trained, and freeze it afterwards"
             )
-        if self._pending:
+        if self._pending:  # the program steps before the step's last micro batch
             self._sum()
         if self._kept and not self._summed:
             raise self._unused_forward()
@@ -193,7 +194,7 @@ class Trained:
         return self._gradients.all()
 
     def refuse_strays(self) -> None:
-        """Raises TrainingError if gradients have come by another way than from the model's outputs in the loop's backward."""
+        """Raises TrainingError for gradients that have not come from the model's outputs in the loop's backward."""
         if self._used.strays:
             raise TrainingError(
                 f"a backward has added to the gradient of {min(self._used.strays)} of the model {self.name!r} without a forward "
@@ -208,20 +209,21 @@ class Trained:
         )
 
     def used_bits(self) -> list[float]:
-        """The parameters that this rank's backwards have used since `zero_grad`, some in each number, for `note_used`."""
+        """The parameters that this rank's backwards have used since `zero_grad`, one bit each, for `note_used`."""
         names = list(self.model.shapes)
         parts = [names[at : at + _BITS] for at in range(0, len(names), _BITS)]
-        return [float(sum(1 << bit for bit, name in enumerate(one) if name in self._used.names)) for one in parts]
+        return [float(sum(1 << bit for bit, name in enumerate(part) if name in self._used.names)) for part in parts]
 
     def note_used(self, ranks: Sequence[Sequence[float]]) -> None:
-        """Note what all ranks' `used_bits` say."""
+        """Note the parameters that no rank has used. ranks: the `used_bits` of each."""
+        # a parameter that one rank has used is used: gradients are sums
         words = [reduce(or_, map(int, bits)) for bits in zip(*ranks, strict=True)]
         self._idle = {
             name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1
         }
 
     def open_gradients(self) -> None:
-        """The program is about to read and change them, and the parameters. Collective where some are not summed yet.
+        """The program is about to read and change gradients and parameters. Collective where some gradients are not summed yet.
 
         Raises TrainingError where a backward follows that needs the parameters as they are.
         """
@@ -237,7 +239,7 @@ class Trained:
 
     @property
     def with_gradients(self) -> set[str]:
-        """The parameters whose gradients are summed, as far as `note_used` knows."""
+        """The parameters whose gradients are summed, by the last `note_used`."""
         return set(self._whole) - self._idle if self._summed else set()
 
     def show_gradients(self) -> None:
@@ -246,17 +248,16 @@ class Trained:
             self._gradients.show()
 
     def _leave_idle(self) -> None:
-        """Keep the optimizer from parameters that the program has frozen for a while, and from those that no rank has used: torch
-        leaves alone what has no gradient."""
-        left = {name for name, one in self._whole.items() if not one.requires_grad} | self._idle
+        """Keep the optimizer from parameters that the program has frozen for a while, and from those that no rank has used."""
+        left = {name for name, parameter in self._whole.items() if not parameter.requires_grad} | self._idle
         for piece in self.model.pieces if left else ():
             if piece.name in left:
-                piece.tensor.grad = None
+                piece.tensor.grad = None  # optimizers of torch skip it: no decay, no momentum
 
     def clip(self, limit: float) -> float:
         """Clip the gradients; returns their norm before. Collective."""
         gradients = self.summed_gradients()
-        self._clipped = self._figures(gradients)
+        self._clipped = self._figures(gradients)  # `step` judges these: one exchange for both
         clip(gradients, self._clipped.norm, limit)
         return self._clipped.norm
 
@@ -265,14 +266,14 @@ class Trained:
         if self.steps is None:
             raise TrainingError("step: the loop has no step yet; expected it inside of `for step in loop.steps()`")
         gradients = self.summed_gradients()
-        self.model.sharded.adopt()
+        self.model.sharded.adopt()  # the program may have changed parameters, such as by clamp_
         clipped, self._clipped = self._clipped, None
         figures = clipped or self._figures(gradients)
         self._leave_idle()
         update = self.steps.update(
             self.model, gradients, figures, clips=clipped is None, sets_rate=self.follows_schedule
         )
-        self._unused = False
+        self._unused = False  # the gradients stay: a second step without zero_grad uses them again, as in torch
         self.is_finite = self.is_finite and math.isfinite(figures.norm)
         if self.update is not None:  # the step's verdict is the strictest one
             strictest = max(self.update.verdict, update.verdict, key=_strictness)
@@ -280,7 +281,7 @@ class Trained:
         self.update = update
 
     def _figures(self, gradients: list[Tensor]) -> StepFigures:
-        """Tell all ranks this one's loss and norm."""
+        """Exchange losses and norms. Collective."""
         assert self.steps is not None
         session, model = self.steps.session, self.model
         mine = RankFigures[Figure](
@@ -291,8 +292,8 @@ class Trained:
             used=self.used_bits(),
         )
         ranks = mine.exchanged(partial(self._agreement.on, self._number, session.progress.step))
-        self.note_used([one.used for one in ranks])
-        return figures_of_update(session, model, ranks, sum(one.terms for one in ranks))
+        self.note_used([figures.used for figures in ranks])
+        return figures_of_update(session, model, ranks, sum(figures.terms for figures in ranks))
 
     def zero_grad(self) -> None:
         """Drop the gradients. Collective where micro batches have left some that are not summed yet."""
@@ -304,7 +305,7 @@ class Trained:
             self.model.sharded.restart(self._last)
             self._pending, self._unused = False, True
         elif self._pending:
-            self._sum()
+            self._sum()  # a strategy has no other way to end its micro batches
         if self._unused:  # compression has a part of them in its error feedback
             self.model.sums.leave_out()
         if not self._open:
@@ -313,17 +314,17 @@ class Trained:
 
     @property
     def is_training(self) -> bool:
-        """Whether any parameter takes part in the next backward."""
-        return torch.is_grad_enabled() and any(one.requires_grad for one in self._whole.values())
+        """Whether a forward now is one that a backward may follow."""
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._whole.values())
 
     def note_rates(self) -> None:
-        """Keep the groups' learning rates, and what the program or a scheduler of torch has set there: a start replaces the
-        optimizer."""
+        """Keep the groups' learning rates, and what the program or a scheduler of torch has set in the groups: the start of the
+        steps replaces the optimizer."""
         groups = self.model.optimizer.param_groups
         self._set_rates = [float(group["lr"]) for group in groups]
         self._noted = [
-            {key: value for key, value in group.items() if key not in ("params", "lr") and made.get(key) != value}
-            for group, made in zip(groups, self.model.group_options, strict=True)
+            {key: value for key, value in group.items() if key not in ("params", "lr") and original.get(key) != value}
+            for group, original in zip(groups, self.model.group_options, strict=True)
         ]
 
     def rates_state(self) -> PluginState:
@@ -334,10 +335,10 @@ class Trained:
         return {"rates": [float(group["lr"]) for group in self.model.optimizer.param_groups]}
 
     def _take_rates(self, values: dict[str, Any]) -> None:
-        self._set_rates = [float(one) for one in values["rates"]]
+        self._set_rates = [float(rate) for rate in values["rates"]]
 
     def restore_rates(self) -> None:
-        """Bring what `note_rates` or a checkpoint has kept into the optimizer that trains now."""
+        """Give the optimizer that trains now what `note_rates` or a checkpoint has kept."""
         for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
             group.update(noted if self.follows_schedule else {**noted, "lr": rate})
 

@@ -30,7 +30,7 @@ from hpctrain.model.refusals import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from hpctrain.contracts.buckets import GradientSums
+    from hpctrain.contracts.compression import GradientSums
     from hpctrain.contracts.parallelism import AppliedAxis
     from hpctrain.contracts.sharding import ShardedModel
     from hpctrain.job.parts import Parts

@@ -1,4 +1,4 @@
-"""The sums of gradient buckets that a strategy asks for (contracts/buckets.py), compressed as the job says, with error feedback."""
+"""The sums of gradient buckets that a strategy asks for (contracts/compression.py), compressed as the job says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.side_stream import SideStream
 from hpctrain.base.torch_private import foreach_copy_
-from hpctrain.contracts.buckets import BucketSum, Finish, GradientBucket
-from hpctrain.contracts.compression import Compression, Compressor, LossyCompression
+from hpctrain.contracts.compression import BucketSum, Compression, Compressor, Finish, GradientBucket, LossyCompression
 from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
 

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.api import BucketSum, GradientBucket, Piece, Span, foreach_copy_, move_local, pieces_of, shared_zeros
+from hpctrain.contracts.pieces import laid_out_like
 
-# bytes: a rank's slice of a bucket begins at a multiple of it
-_ALIGNMENT = 64
-# bytes of gradients that go into a bucket together
-_TOGETHER = 4_000_000
+_ALIGNMENT = 64  # bytes: a rank's slice of a bucket begins at a multiple of it
+_TOGETHER = 4_000_000  # bytes of gradients that are copied into a bucket at a time
 
 
 @dataclass
 class BucketEntry:
-    """A trained parameter in a bucket; `pieces` are what of it lies on this rank, one after the other in `local`."""
+    """A trained parameter in a bucket; `pieces` are its parts on this rank, one after another in `local`."""
 
     name: str
     parameter: nn.Parameter
@@ -30,7 +29,7 @@ class BucketEntry:
     filled: bool = False
     """Whether its gradient lies in the bucket's buffer."""
     local: Tensor = field(init=False)
-    """The plain tensor that holds this rank's values."""
+    """The plain tensor with this rank's values."""
 
     def __post_init__(self) -> None:
         self.local = Piece.of(self.name, self.parameter).tensor
@@ -51,15 +50,15 @@ class BucketEntry:
         return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
 
     def move_to(self, view: Tensor) -> None:
-        """The values lie in `view` from now on."""
-        for tensor, part in zip([p.tensor for p in self.pieces], self.cut(view), strict=True):
-            tensor.data = part
-        self.local.data = view
+        """Make `view` the memory of the values."""
+        for piece, part in zip(self.pieces, self.cut(view), strict=True):
+            piece.tensor.data = part
+        self.local.data = view  # `data`: tensors stay the same objects, and autograd records nothing
         if isinstance(self.parameter, DTensor):
             move_local(self.parameter, view)
 
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient, whatever placement autograd gave it."""
+        """This rank's part of the gradient in the parameter's placement, whatever autograd has chosen."""
         gradient = self.parameter.grad
         if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
             return gradient.redistribute(placements=self.parameter.placements).to_local()
@@ -67,31 +66,24 @@ class BucketEntry:
 
     @property
     def is_to_be_summed(self) -> bool:
-        """Whether autograd left a part of the gradient on each rank of another axis, such as a norm's in sequence parallelism."""
+        """Whether autograd left a part of the gradient on each rank of another axis, as a norm's in sequence parallelism."""
         whole, gradient = self.parameter, self.parameter.grad
         return isinstance(whole, DTensor) and isinstance(gradient, DTensor) and gradient.placements != whole.placements
 
     def sum_parts(self) -> None:
-        """Give the gradient the parameter's placement. Collective over that axis: its ranks call it in one order."""
+        """Give the gradient the parameter's placement. Collective over that axis: its ranks call it in the same order."""
         whole, gradient = self.parameter, self.parameter.grad
         assert isinstance(whole, DTensor) and isinstance(gradient, DTensor)
         whole.grad = gradient.redistribute(placements=whole.placements)
 
     def point_gradient(self, view: Tensor) -> None:
-        """Backward adds to `view` from now on."""
-        whole = self.parameter
-        if isinstance(whole, DTensor):
-            mesh, placements = whole.device_mesh, whole.placements
-            whole.grad = DTensor.from_local(
-                view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-        else:
-            whole.grad = view
+        """Let backward add to `view` from now on."""
+        self.parameter.grad = laid_out_like(self.parameter, view)
 
 
 @dataclass
 class Bucket:
-    """Parameters of one dtype, one after the other in a flat buffer that is cut into `slices` of one length."""
+    """Parameters of one dtype, one after another in a flat buffer that is cut into `slices` of one length."""
 
     entries: list[BucketEntry]
     group: dist.ProcessGroup
@@ -100,9 +92,9 @@ class Bucket:
     gradients: Tensor | None = None
     """(numel,): the buffer, while the gradients have one."""
     sum: BucketSum | None = None
-    """How the gradients are summed."""
+    """The sum of the gradients over the group."""
     waiting: int = 0
-    """Gradients that this backward has not made yet."""
+    """The number of gradients that this backward has not made yet."""
     finish: Callable[[], None] | None = None
     """Waits for the reduction under way."""
 
@@ -113,7 +105,7 @@ class Bucket:
         end = 0
         for entry in self.entries:
             entry.offset, end = end, end + entry.local.numel()
-        share = -(-end // self.slices)
+        share = -(-end // self.slices)  # rounded up: collectives need slices of one length
         if self.slices > 1:
             unit = max(1, _ALIGNMENT // self.dtype.itemsize)
             share = -(-share // unit) * unit
@@ -134,7 +126,7 @@ class Bucket:
         return flat_zeros(self.numel, self.entries[0].local, self.group)
 
     def zero_padding(self, flat: Tensor) -> Tensor:
-        """`flat`, with zeros in what no parameter fills."""
+        """Set the elements of `flat` that no parameter fills to zero; returns it."""
         last = self.entries[-1]
         flat[last.offset + last.local.numel() :].zero_()
         return flat
@@ -145,7 +137,7 @@ class Bucket:
         return flat[begin : begin + self.share]
 
     def take(self, entry: BucketEntry) -> None:
-        """Bring an entry's gradient into the buffer, soon: a GPU copies several in the time in which it begins one. Later backwards
+        """Move an entry's gradient into the buffer, soon: a GPU copies several in the time in which it begins one. Later backwards
         add to it there."""
         if not entry.filled and entry.offset not in self._taken:
             self._taken[entry.offset] = entry
@@ -154,7 +146,7 @@ class Bucket:
             self._fill(list(self._taken.values()))
 
     def fill_all(self) -> Tensor:
-        """The buffer, with every entry's gradient in it, zeros where there is none."""
+        """The buffer with every entry's gradient, zeros where there is none."""
         self._fill([entry for entry in self.entries if not entry.filled])
         assert self.gradients is not None
         return self.gradients
@@ -166,7 +158,7 @@ class Bucket:
         views, gradients = [], []
         for entry in entries:
             view, gradient = self._view_of(entry, self.gradients), entry.gradient()
-            if gradient is None:
+            if gradient is None:  # a parameter that this rank did not use
                 view.zero_()
             else:
                 views.append(view)
@@ -174,11 +166,11 @@ class Bucket:
             entry.point_gradient(view)
             entry.filled = True
         if views:
-            foreach_copy_(views, gradients)
+            foreach_copy_(views, gradients)  # together: one launch on a GPU
 
     def _view_of(self, entry: BucketEntry, flat: Tensor) -> Tensor:
-        """The entry's part of a buffer of gradients, kept: there are few buffers, and many gradients in each step."""
-        place = flat.data_ptr(), entry.offset
+        """The entry's part of a buffer of gradients. Views are kept: there are few buffers, and many gradients in each step."""
+        place = flat.data_ptr(), entry.offset  # stage 2's buckets take turns with a few buffers
         if place not in self._views:
             self._views[place] = entry.view(flat)
         return self._views[place]
@@ -188,7 +180,7 @@ class Bucket:
         self._taken_bytes = 0
 
     def forget(self) -> None:
-        """The next gradient of each entry is its first."""
+        """Forget the gradients: the next one of each entry is its first."""
         self._drop_taken()
         for entry in self.entries:
             entry.parameter.grad = None
@@ -196,9 +188,9 @@ class Bucket:
 
 
 def flat_zeros(elements: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Memory for collectives of `group`, in the dtype and on the device of `like`; collective.
+    """Memory for collectives of `group`, in the dtype and on the device of `like`. Collective.
 
-    CPU ranks of one node read each other's where it lies.
+    It is shared by the CPU ranks of a node, which read each other's values in place.
     """
     if like.device.type == "cpu" and group.size() > 1:
         return shared_zeros(elements, like.dtype, group)
@@ -206,26 +198,27 @@ def flat_zeros(elements: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that get a gradient; one without elements has nothing to train."""
+    """The parameters that get a gradient; those without elements have nothing to train."""
     return ((name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel())
 
 
 def make_buckets(
     module: nn.Module, nbytes: int, group_of: Callable[[Sequence[str]], dist.ProcessGroup], sliced: bool
 ) -> list[Bucket]:
-    """Buckets of at most `nbytes` (or one parameter), in the order in which backward makes them full: it reaches the last
+    """Buckets of at most `nbytes` (or one parameter), in the order in which backward fills them: it reaches the last
     parameters first.
 
-    group_of: the ranks that sum a parameter, by the axes of its pieces. sliced: each of them owns a slice of the bucket.
+    group_of: the ranks that sum a parameter, by the axes of its pieces. sliced: whether each of them owns a slice.
 
-    A bucket has one dtype, and parameters that are cut along the same mesh axes. So ranks that hold the same of a
-    parameter have the same buckets around it and cut it alike, even where their parts of other parameters are unequal.
+    A bucket has one dtype, and parameters that are cut along the same mesh axes. So ranks with the same part of a
+    parameter have the same buckets around it and slice it alike, even where their parts of other parameters are unequal.
     """
     filling: dict[tuple[torch.dtype, tuple[str, ...]], list[BucketEntry]] = {}
     sizes: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
     groups: list[list[BucketEntry]] = []
     place: dict[str, int] = {}
-    for entry in reversed([BucketEntry(name, one, pieces_of(module, name, one)) for name, one in trained(module)]):
+    entries = [BucketEntry(name, parameter, pieces_of(module, name, parameter)) for name, parameter in trained(module)]
+    for entry in reversed(entries):
         if entry.local.numel() == 0:
             continue  # a DTensor of which nothing lies on this rank
         place[entry.name] = len(place)
@@ -235,6 +228,6 @@ def make_buckets(
             groups.append(filling[kind])
         filling[kind].append(entry)
         sizes[kind] += entry.local.nbytes
-    groups.sort(key=lambda group: place[group[-1].name])
+    groups.sort(key=lambda group: place[group[-1].name])  # a bucket is full with its last gradient
     sums = [group_of(group[0].pieces[0].axes) for group in groups]
     return [Bucket(group, ranks, ranks.size() if sliced else 1) for group, ranks in zip(groups, sums, strict=True)]

@@ -25,7 +25,7 @@ Write = Callable[[memoryview], None]
 _FOOT = struct.Struct("<Q16s8s")
 _MARK = b"hpckept2"
 _CHUNK = 2**20
-# names as `temporary_name` makes them; the directory may have other hidden files
+# names of `temporary_name`; the directory may have other hidden files
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # the age at which an unfinished file counts as left behind by a job that was killed
 _ABANDONED_SECONDS = 86400.0
@@ -40,13 +40,13 @@ def kept(directory: Path, name: str, make: Callable[[Write], Any]) -> tuple[Path
     read the files. Raises EnvironmentUnfitError if the directory can't be written to.
     """
     path = directory / name
-    found = _note(path)
-    if found:
-        return path, found[0]
+    complete = _note(path)
+    if complete:
+        return path, complete[0]
     temporary = temporary_name(path)
     try:
         os.makedirs(directory, 0o700, exist_ok=True)
-        _remove_abandoned(directory)
+        _remove_abandoned(directory)  # before a file is written: the disk may be full of them
         with created(temporary, 0o600) as fd, open(fd, "wb", closefd=False) as file:
             note = _write(file, name, make)
             file.flush()
@@ -59,15 +59,15 @@ def kept(directory: Path, name: str, make: Callable[[Write], Any]) -> tuple[Path
 
 
 def refuse_unwritable(directory: Path) -> None:
-    """Raise EnvironmentUnfitError if `directory` is empty or missing, and can't be written to. For `hpctrain check`."""
+    """Raises EnvironmentUnfitError if `directory` is empty or missing, and can't be written to. For `hpctrain check`."""
     try:
         if any(directory.iterdir()):
             return  # `kept` needs to write only what is not there yet
     except OSError:
         pass  # it doesn't exist, or what stands there is no directory
-    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "no permission" if there.is_dir() else f"{there} is not a directory"
+    nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        why = "no permission" if nearest.is_dir() else f"{nearest} is not a directory"
         raise _unwritable(directory, why)
 
 
@@ -78,7 +78,7 @@ def _unwritable(directory: Path, why: str) -> EnvironmentUnfitError:
 
 
 def _write(file: BinaryIO, name: str, make: Callable[[Write], Any]) -> Any:
-    digest = xxhash.xxh3_128(name.encode())
+    digest = xxhash.xxh3_128(name.encode())  # with the name: a file under another name is not what it promises
 
     def write(part: memoryview) -> None:
         digest.update(part)
@@ -97,9 +97,9 @@ def _place(temporary: Path, path: Path, note: Any) -> Any:
         os.link(temporary, path)  # unlike a rename, it replaces no file that others have mapped: over NFS, SIGBUS
         return note
     except FileExistsError:
-        found = _note(path)
-        if found:
-            return found[0]
+        other = _note(path)
+        if other:
+            return other[0]
     except OSError:
         pass  # a file system without hard links
     temporary.replace(path)
@@ -112,10 +112,10 @@ def _note(path: Path) -> tuple[Any] | None:
         with reading(path) as fd, open(fd, "rb", closefd=False) as file:
             info = os.fstat(fd)
             size = info.st_size - _FOOT.size
-            if info.st_uid != os.geteuid() or size < 0:
+            if info.st_uid != os.geteuid() or size < 0:  # another user may write whatever fits the checksum
                 return None
             digest, left = xxhash.xxh3_128(path.name.encode()), size
-            while left and (part := file.read(min(left, _CHUNK))):
+            while left and (part := file.read(min(left, _CHUNK))):  # in parts: the file may be larger than memory
                 digest.update(part)
                 left -= len(part)
             length, checksum, mark = _FOOT.unpack(file.read(_FOOT.size))
@@ -129,8 +129,8 @@ def _note(path: Path) -> tuple[Any] | None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(".*.tmp"):
-        with suppress(OSError):
-            found = path.lstat()
-            is_old = time.time() - found.st_mtime > _ABANDONED_SECONDS
-            if is_old and found.st_uid == os.geteuid() and _TEMPORARY.fullmatch(path.name):
+        with suppress(OSError):  # another process has removed it first
+            info = path.lstat()
+            is_old = time.time() - info.st_mtime > _ABANDONED_SECONDS
+            if is_old and info.st_uid == os.geteuid() and _TEMPORARY.fullmatch(path.name):
                 path.unlink()

@@ -14,7 +14,7 @@ LOG = logging.getLogger("hpctrain")
 
 
 def host_copy(tensor: Tensor, pin_memory: bool) -> Tensor:
-    """A copy of `tensor` in host memory. pin_memory: copies are faster, and the memory is never swapped out."""
+    """A copy of `tensor` in host memory. pin_memory: for faster copies; the memory is never swapped out."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
     return copy.copy_(tensor)
 
@@ -38,13 +38,13 @@ class HostGradients:
         self._kept: dict[bool, list[Tensor]] = {}
 
     def bring(self, gradients: Sequence[Tensor], first: bool) -> list[Tensor]:
-        """The gradients of a backward in host memory, good until the next call with the same `first`.
+        """The gradients of a backward in host memory, valid until the next call with the same `first`.
 
         first: whether it is the first backward of a step.
         """
-        if first not in self._kept:
+        if first not in self._kept:  # once: to pin memory takes longer than to fill it
             self._kept[first] = [
-                torch.empty(one.shape, dtype=one.dtype, pin_memory=self._pin_memory) for one in gradients
+                torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._pin_memory) for gradient in gradients
             ]
-        copy_to_host(self._kept[first], gradients)
+        copy_to_host(self._kept[first], gradients)  # all copies together: one wait for the device
         return self._kept[first]

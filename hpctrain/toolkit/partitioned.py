@@ -1,8 +1,8 @@
 """The common part of ZeRO stages 1 and 2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", 2020).
 
-Parameters lie in flat buckets. Each rank of dp_shard owns an equal slice of every bucket. It gets the summed gradients of its
-slice and updates the slice; then all ranks gather the slices. The optimizer sees rectangles of parameters.
+Parameters lie in flat buckets. Each rank of dp_shard owns an equal slice of every bucket: it gets the summed gradients of its
+slice and updates it; then all ranks gather the slices. The optimizer sees rectangles of parameters.
 """
 
 from __future__ import annotations
@@ -83,12 +83,14 @@ class PartitionedModel(BucketedModel):
     axis = "dp_shard"
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: PartitionedOptions) -> None:
+        # the smaller limit: the same buckets are summed and gathered
         super().__init__(module, sums, min(options.reduce_bucket_size, options.allgather_bucket_size), sliced=True)
         self._replicas = mesh["dp_replicate"].size()
         self.options = options
 
     def materialized(self) -> None:
         super().materialized()
+        # a rank may have no bucket: nothing of the model is trained on its pipeline stage
         device = next((bucket.entries[0].local.device for bucket in self.buckets), torch.device("cpu"))
         warn_if_useless(self.options.offload_optimizer, device)
         self._offloads = is_needed(self.options.offload_optimizer, device)
@@ -102,7 +104,7 @@ class PartitionedModel(BucketedModel):
             view = entry.view(flat)
             view.copy_(entry.local)
             entry.move_to(view)
-        own = bucket.own_slice(flat)
+        own = bucket.own_slice(flat)  # a view: the optimizer's updates are in the module's parameters at once
         gradients = self._gradients_of(bucket)
         master, master_gradients = own, gradients
         if self._offloads:
@@ -113,7 +115,7 @@ class PartitionedModel(BucketedModel):
             for entry in bucket.entries
             for piece, gradient in _owned(entry, begin, master, master_gradients)
         ]
-        first = master_gradients.storage_offset()
+        first = master_gradients.storage_offset()  # of stage 1: its gradients are a slice of the bucket's
         spans = [Span(piece, int(gradient.storage_offset() - first)) for piece, gradient in pieces]
         content = GradientBucket(spans, bucket.share, bucket.dtype, gradients.device)
         over_replicas = self._sums.bucket(content, "dp_replicate")
@@ -126,8 +128,9 @@ class PartitionedModel(BucketedModel):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
-            finishes = [part.sum.all_reduce(part.gradients) for part in self._parts]
-            for finish in finishes:
+            for finish in [
+                part.sum.all_reduce(part.gradients) for part in self._parts
+            ]:  # all begin before one is waited for
                 finish()
 
     def _hand_over(self) -> None:
@@ -141,7 +144,7 @@ class PartitionedModel(BucketedModel):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        for part in self._parts if self._offloads else ():
+        for part in self._parts if self._offloads else ():  # else the master is the slice itself
             part.master.copy_(part.own)
 
     @torch.no_grad()
@@ -151,7 +154,7 @@ class PartitionedModel(BucketedModel):
                 part.own.copy_(part.master, non_blocking=True)  # whoever changes the master refreshes again
         shared = [(bucket, part) for bucket, part in zip(self.buckets, self._parts, strict=True) if bucket.slices > 1]
         if shared:
-            works = [
+            works = [  # all at once: the network has the next gather while one ends
                 dist.all_gather_single(part.parameters, part.own, group=bucket.group, async_op=True)
                 for bucket, part in shared
             ]
@@ -160,7 +163,7 @@ class PartitionedModel(BucketedModel):
                 work.wait()
 
     def pieces(self) -> list[Piece]:
-        return [piece for part in reversed(self._parts) for piece, _ in part.pieces]
+        return [piece for part in reversed(self._parts) for piece, _ in part.pieces]  # buckets are in backward's order
 
 
 def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) -> list[tuple[Piece, Tensor]]:
@@ -168,6 +171,7 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
     cut = []
     for span in entry.spans():
         base = span.piece
+        # the span's elements in the slice
         low, high = max(begin - span.begin, 0), min(begin + len(master) - span.begin, span.numel)
         place = span.begin + low - begin
         for offsets, lengths in rectangles(tuple(base.tensor.shape), low, high):
@@ -175,6 +179,7 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
             tensor, gradient = (flat[place:end].view(lengths) for flat in (master, gradients))
             place = end
             absolute = tuple(a + b for a, b in zip(base.offsets, offsets, strict=True))
+            # a parameter: optimizers take leaves only, and a view of the slice is none
             piece = Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard"))
             cut.append((piece, gradient))
     return cut
@@ -183,8 +188,8 @@ def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) ->
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
     """Cut the elements `begin` to `end` of a row-major tensor of `shape` into rectangles, in the order of the elements.
 
-    They are the rest of a first row, whole rows, and the beginning of a last row. Partial rows are cut in the same way. So
-    there are at most 2 x dims - 1 rectangles.
+    These are the rest of a first row, whole rows, and the start of a last row. Partial rows are cut in the same way, so there
+    are at most 2 x dims - 1 rectangles.
     """
     if begin >= end:
         return []

@@ -13,8 +13,7 @@ from pydantic import AfterValidator
 
 from hpctrain.api import EnvironmentUnfitError, UsageError
 
-# how long a scheduler's command may take; a controller under load answers within a few seconds
-_SECONDS = 60.0
+_SECONDS = 60.0  # for a scheduler's command; a controller under load answers within a few seconds
 
 
 def _one_line(text: str) -> str:
@@ -28,7 +27,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 def _printable(value: object) -> str:
-    """Text within a line of a script: what would end it, such as a comment for the scheduler, is refused."""
+    """The value as text. Raises UsageError for a line end, which would start another line, such as a comment for the scheduler."""
     if not str(value).isprintable():
         raise UsageError(
             f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script"
@@ -48,11 +47,11 @@ def filled(template: Path, **values: Any) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, template.parent.parent]),
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # a script with a hole would be submitted
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=_printable,
+        finalize=_printable,  # every value that a template prints
     )
     environment.filters["q"] = quoted
     environment.filters["words"] = lambda words: quoted(*words)
@@ -65,15 +64,15 @@ def clock(seconds: int) -> str:
 
 
 def told_by(words: Sequence[str], what: str) -> str:
-    """The output of a scheduler's command. `what` begins the sentence of a failure: "sbatch refused the job".
+    """The output of a scheduler's command. what: the start of the sentence about a failure, such as "sbatch refused the job".
 
-    Raises EnvironmentUnfitError if this machine lacks the command or it does not answer, UsageError with its own sentence if it
-    fails.
+    Raises EnvironmentUnfitError if this machine lacks the command or it does not answer, UsageError with the command's own
+    sentence if it fails.
     """
     done = _run(words)
     if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
-        raise UsageError(f"{what}: {said}")
+        sentence = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
+        raise UsageError(f"{what}: {sentence}")
     return done.stdout.strip()
 
 
@@ -90,6 +89,7 @@ def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
             "installed, such as on a login node, or load its module"
         )
     try:
+        # no stdin: some commands would read a script from the terminal, and wait for it
         return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise EnvironmentUnfitError(

@@ -26,17 +26,17 @@ def opened(path: Path, size: int | None = None) -> Iterator[int]:
         except FileNotFoundError as error:
             raise CheckpointError("the file is missing") from error
         except PermissionError:
-            raise
+            raise  # no fault of the checkpoint: verify would call it damaged
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
-        found = os.fstat(fd).st_size
-        if size is not None and found != size:
-            raise CheckpointError(f"it has {found} bytes, expected {size}: it was cut off or changed")
+        actual = os.fstat(fd).st_size
+        if size is not None and actual != size:
+            raise CheckpointError(f"it has {actual} bytes, expected {size}: it was cut off or changed")
         yield fd
 
 
 def read_file(path: Path, most: int = TABLE_BYTES) -> bytes:
-    """All of a table, which has at most so many bytes."""
+    """All of a table, of at most `most` bytes: a crafted file must not fill the memory."""
     with opened(path) as fd:
         try:
             return read_all(fd, path, most)
@@ -62,7 +62,7 @@ def read_into(fd: int, view: memoryview, at: int) -> None:
 
 
 def empty(nbytes: int) -> Tensor:
-    """Memory for a file's bytes; a crafted file can ask for any number of them."""
+    """Memory for a file's bytes. Raises CheckpointError if they are too many: a crafted file can ask for any number."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # torch's way to say that there is no memory
@@ -71,7 +71,7 @@ def empty(nbytes: int) -> Tensor:
 
 @contextmanager
 def created(path: Path, rank: int) -> Iterator[int]:
-    """The descriptor of a new file, on disk when the block ends; an OSError names the file, the rank and the node."""
+    """The descriptor of a new file, which is on disk when the block ends; an OSError names the file, the rank and the node."""
     with naming(path, rank), api.created(path) as fd:
         yield fd
 
@@ -83,15 +83,15 @@ def naming(path: Path, rank: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        # without its number, which would stand in front
+        # without the error's number, which would come first
         raise OSError(f"{reason} while writing {path} (rank {rank}, node {socket.gethostname()})") from error
 
 
 class Output:
-    """Writes a file from its begin to its end, many small buffers with one call of the system."""
+    """Writes a file from start to end, many small buffers with one call of the system."""
 
     MOST_BUFFERS = 1024  # IOV_MAX of Linux
-    MOST_BYTES = 4 * 2**20
+    MOST_BYTES = 4 * 2**20  # so that little waits; a larger buffer goes out at once
 
     def __init__(self, fd: int) -> None:
         self._fd, self._at = fd, 0
@@ -99,7 +99,7 @@ class Output:
         self._waiting = 0
 
     def add(self, content: memoryview) -> None:
-        """`content` comes next; it must stay as it is until it is written."""
+        """Write `content` next, soon; it must not change until then."""
         if not len(content):
             return
         self._buffers.append(content)
@@ -108,7 +108,7 @@ class Output:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; one call writes 2 GiB at most."""
+        """Write the waiting buffers; a call of the system writes 2 GiB at most."""
         while self._buffers:
             written = os.pwritev(self._fd, self._buffers, self._at)
             self._at += written
@@ -122,7 +122,7 @@ class Output:
 def memory_file() -> BinaryIO:
     """An unnamed file without a buffer, in memory where the system has that (Linux), else among temporary files."""
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("hpctrain"), "w+b", buffering=0)
+        return open(os.memfd_create("hpctrain"), "w+b", buffering=0)  # nobody else can open it
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
 
 

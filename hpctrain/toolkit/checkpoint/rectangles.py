@@ -1,4 +1,4 @@
-"""Rectangles of a tensor: `offsets` where one begins and `shape` how far it reaches, one number per dim."""
+"""Rectangles of a tensor: `offsets` is where one starts, and `shape` its extent, a number per dim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rectangle(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
@@ -42,22 +42,22 @@ class Rectangle(NamedTuple):
 
 
 def tiling_fault(shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:
-    """Why `rectangles` don't cover a tensor of `shape` exactly once, or None when they do."""
+    """The reason why `rectangles` don't cover a tensor of `shape` exactly once, or None when they do."""
     for rectangle in rectangles:
         if len(rectangle.offsets) != len(shape) or len(rectangle.shape) != len(shape):
             return f"{_text(rectangle)} doesn't have the {len(shape)} dims of {list(shape)}"
         inside = zip(rectangle.offsets, rectangle.shape, shape, strict=True)
         if not all(offset >= 0 and length >= 0 and offset + length <= whole for offset, length, whole in inside):
             return f"{_text(rectangle)} lies outside of {list(shape)}"
-    filled = [rectangle for rectangle in rectangles if rectangle.volume > 0]
+    filled = [rectangle for rectangle in rectangles if rectangle.volume > 0]  # ranks may hold nothing of a tensor
     cut = [dim for dim, whole in enumerate(shape) if any(rectangle.shape[dim] != whole for rectangle in filled)]
-    if len(cut) > MOST_DIMS_CUT:
+    if len(cut) > MOST_DIMS_CUT:  # a crafted file must not keep the check busy
         return f"it is cut along {len(cut)} dims, expected at most {MOST_DIMS_CUT}"
     if _cover_once(Rectangle((0,) * len(shape), shape), filled, cut):
         return None
-    held, whole = sum(rectangle.volume for rectangle in filled), math.prod(shape)
-    why = "there is a hole" if held < whole else "some overlap"
-    return f"its parts hold {held} of the {whole} elements of {list(shape)}: {why}"
+    covered, whole = sum(rectangle.volume for rectangle in filled), math.prod(shape)
+    why = "there is a hole" if covered < whole else "some overlap"
+    return f"its parts hold {covered} of the {whole} elements of {list(shape)}: {why}"
 
 
 def _cover_once(whole: Rectangle, rectangles: Sequence[Rectangle], cut: Sequence[int]) -> bool:
@@ -69,7 +69,7 @@ def _cover_once(whole: Rectangle, rectangles: Sequence[Rectangle], cut: Sequence
     """
     corners: Counter[Dims] = Counter()
     signs = [math.prod(signs) for signs in itertools.product((1, -1), repeat=len(cut))]
-    for rectangle, factor in [(whole, -1), *((one, 1) for one in rectangles)] if whole.volume else []:
+    for rectangle, factor in [(whole, -1), *((part, 1) for part in rectangles)] if whole.volume else []:
         edges = [(rectangle.offsets[dim], rectangle.offsets[dim] + rectangle.shape[dim]) for dim in cut]
         for corner, sign in zip(itertools.product(*edges), signs, strict=True):
             corners[corner] += factor * sign

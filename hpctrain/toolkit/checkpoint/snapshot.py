@@ -1,4 +1,4 @@
-"""Copies of the state that training doesn't change any more."""
+"""Copies of the state that training no longer changes."""
 
 from __future__ import annotations
 
@@ -24,55 +24,37 @@ class Snapshots:
         self._kept: list[Piece] = []
 
     def take(self, state: State) -> State:
-        """A copy in host memory, good until the next one is taken. TypeError names a value that can't be saved.
+        """A copy in host memory, valid until the next one is taken. TypeError names a value that can't be saved.
 
-        As long as no form changes it is the same list of pieces each time.
+        It is the same list of pieces each time, as long as no piece changes its form.
         """
         with collector_waits():
-            return self._take(state)
-
-    def _take(self, state: State) -> State:
-        plain = values.decode(values.encode(state.values))
-        if list(map(_form, state.pieces)) != list(map(_form, self._kept)):
-            self._kept = []  # given back before as much is asked for
-            memory = _host_memory([one.tensor for one in state.pieces])
-            self._kept = [
-                Piece(one.name, one.shape, one.offsets, copy) for one, copy in zip(state.pieces, memory, strict=True)
-            ]
-        if self._kept:
-            copy_to_host([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
-        return State(self._kept, plain)
+            plain = values.decode(values.encode(state.values))  # a copy: the state's values may change
+            if list(map(_form, state.pieces)) != list(map(_form, self._kept)):
+                self._kept = []  # freed before the new memory is asked for
+                memory = _host_memory([piece.tensor for piece in state.pieces])
+                self._kept = [
+                    Piece(piece.name, piece.shape, piece.offsets, copy)
+                    for piece, copy in zip(state.pieces, memory, strict=True)
+                ]
+            if self._kept:
+                copy_to_host([copy.tensor for copy in self._kept], [piece.tensor.detach() for piece in state.pieces])
+            return State(self._kept, plain)
 
 
 def _host_memory(tensors: list[Tensor]) -> list[Tensor]:
     """Memory for a copy of each tensor, pinned for those of an accelerator: it can't copy to other memory at the bus's speed."""
-    pinned = [number for number, one in enumerate(tensors) if is_accelerator(one.device)]
-    chunks = _Chunks(sum(_padded(tensors[number]) for number in pinned))
-    taken = {number: chunks.take(tensors[number]) for number in sorted(pinned, key=lambda n: -tensors[n].nbytes)}
-    return [
-        taken[number] if number in taken else torch.empty(one.shape, dtype=one.dtype)
-        for number, one in enumerate(tensors)
-    ]
-
-
-class _Chunks:
-    """Pinned memory that tensors share, the largest first."""
-
-    def __init__(self, nbytes: int) -> None:
-        """nbytes: what all tensors take."""
-        self._left, self._free = nbytes, list[Tensor]()
-
-    def take(self, like: Tensor) -> Tensor:
-        """Memory of the shape and dtype of a tensor."""
-        nbytes = _padded(like)
-        place = next((place for place, free in enumerate(self._free) if len(free) >= nbytes), len(self._free))
-        if place == len(self._free):
-            size = min(_CHUNK, self._left) if nbytes <= _CHUNK else 1 << (nbytes - 1).bit_length()
-            self._free.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        whole = self._free[place]
-        self._free[place] = whole[nbytes:]
-        self._left -= nbytes
-        return whole[: like.nbytes].view(like.dtype).view(like.shape)
+    pinned = [number for number, tensor in enumerate(tensors) if is_accelerator(tensor.device)]
+    copies, chunks, left = dict[int, Tensor](), list[Tensor](), sum(_padded(tensors[number]) for number in pinned)
+    for number in sorted(pinned, key=lambda number: -tensors[number].nbytes):  # small ones fill the rests of chunks
+        tensor, nbytes = tensors[number], _padded(tensors[number])
+        place = next((place for place, rest in enumerate(chunks) if len(rest) >= nbytes), len(chunks))
+        if place == len(chunks):
+            size = min(_CHUNK, left) if nbytes <= _CHUNK else 1 << (nbytes - 1).bit_length()
+            chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        copies[number] = chunks[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        chunks[place], left = chunks[place][nbytes:], left - nbytes
+    return [copies[n] if n in copies else torch.empty(t.shape, dtype=t.dtype) for n, t in enumerate(tensors)]
 
 
 def _padded(tensor: Tensor) -> int:
@@ -85,7 +67,7 @@ def _form(piece: Piece) -> tuple[object, ...]:
 
 @contextmanager
 def collector_waits() -> Iterator[None]:
-    """No collection within the block."""
+    """Run no garbage collection within the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

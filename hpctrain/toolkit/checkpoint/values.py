@@ -1,4 +1,4 @@
-"""The small values of a checkpoint, in the JSON of hpctrain.api.encode_value; whether a piece can be filled from a saved tensor."""
+"""The small values of a checkpoint, in the JSON of hpctrain.api.encode_value; checks of a piece against a saved tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_fits", "check_printable", "decode", "decode_all", "encode", "i
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given; CheckpointError for text that `encode` wouldn't make."""
+    """The value behind a result of `encode`; CheckpointError for other JSON."""
     try:
         return decode_value(value)
     except ValueError as error:
@@ -40,12 +40,12 @@ def check_fits(where: Path, piece: Piece, shape: tuple[int, ...], dtype: torch.d
 
 
 def is_alike(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of one dtype can become the other's. Integers cannot become floats or the reverse: that is a mistake."""
+    """Whether values of one dtype can become the other's. Integers and floats can't: that would be a mistake."""
     numbers = saved.is_floating_point or saved.is_complex or saved == torch.bool
     return torch.can_cast(saved, wanted) and (numbers or not (wanted.is_floating_point or wanted.is_complex))
 
 
 def check_printable(name: str) -> None:
-    """CheckpointError for a name that would control the terminal that shows it, or that can't be shown at all."""
+    """Raises CheckpointError for a name that would control the terminal that shows it, or that can't be shown at all."""
     if not name or not name.isprintable():
         raise CheckpointError(f"{shown(name)} can't name a saved tensor: expected printable characters")

@@ -89,7 +89,7 @@ def _offers(ctx: click.Context) -> list[OfferedCommand]:
     first = ctx.find_root().command
     assert isinstance(first, OpenGroup)
     groups = [first, *(group for name in GROUPS if isinstance(group := first.get_command(ctx, name), OpenGroup))]
-    return [offer for group in groups for offer in group.offers(ctx)]
+    return [offer for group in groups for offer in group.offers()]
 
 
 def _table(rows: list[Listed]) -> str:
