@@ -12,14 +12,13 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError, name_ranks
 from hpctrain.base.store.client import GuardedStore, narrow, open_store
 from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
 from hpctrain.base.store.server import StoreServer, warn_of_stranger
 from hpctrain.mpi import leaving
 from hpctrain.mpi.all_ranks import broadcast_json, gather_json, world
-from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them

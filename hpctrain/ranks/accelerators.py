@@ -13,10 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from hpctrain.base.devices import accelerator, accelerator_count, device_name, pci_address, unusable_accelerator
-from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError, name_ranks
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.plugin import Machine
-from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.binding import machine_id
 from hpctrain.ranks.meeting import World
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.mpi.errors import spans
+from hpctrain.base.errors import spans
 from hpctrain.ranks.meeting import World
 
 LOG = logging.getLogger("hpctrain")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store import credentials
 from hpctrain.base.store.client import Connection, GuardedStore, open_store
 from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.gloo import create_group
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
@@ -177,6 +179,16 @@ def test_a_forked_process_ends(server: StoreServer, store: GuardedStore) -> None
 
 
 # ------------------------------------------------------------------ strangers
+
+
+def test_a_group_of_gloo_names_the_ranks_that_do_not_come(store: GuardedStore) -> None:
+    options = SimpleNamespace(
+        store=store, group_rank=0, group_size=3, global_ranks_in_group=[4, 5, 6], group_id="odd",
+        timeout=timedelta(seconds=0.2),
+    )  # fmt: skip
+    store.set("1/here/1", "")
+    with pytest.raises(dist.DistStoreError, match=r"group 'odd' of ranks 4-6 was not complete within 0.2 s: rank 6 did"):
+        create_group(options)
 
 
 def raw(server: StoreServer) -> socket.socket:

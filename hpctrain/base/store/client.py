@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from hpctrain.base.errors import name_ranks
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
@@ -35,7 +36,7 @@ from hpctrain.base.store.messages import (
 if TYPE_CHECKING:
     from hpctrain.base.store.server import StoreServer
 
-__all__ = ["GuardedStore", "missing_keys", "open_store"]
+__all__ = ["GuardedStore", "await_members", "missing_keys", "open_store"]
 
 _SLACK = 10.0  # seconds that an answer may take beyond the server's own time limit: rank 0 may be busy
 _PATIENCE = 300.0  # seconds for the answer to a request that does not wait for keys
@@ -297,6 +298,28 @@ def missing_keys(store: Store, keys: Sequence[str], limit: timedelta) -> list[in
     except dist.DistStoreError:
         return [place for place, key in enumerate(keys) if not store.check([key])]
     return []
+
+
+def await_members(options: Any) -> Store:
+    """A store of a new group alone, once all its ranks are in here: gloo and MPI would not say who is missing.
+
+    options: torch's `_DistributedBackendOptions`. Raises DistStoreError with the missing ranks after their timeout.
+    """
+    rank, ranks = options.group_rank, list(options.global_ranks_in_group) or [*range(options.group_size)]
+    # a group that is made again after its destruction gets the same name and store from torch, old keys included
+    made = f"made/{rank}"
+    store = PrefixStore(str(options.store.add(made, 1)), options.store)
+    keys = [f"here/{member}" for member in range(len(ranks))]
+    store.set(keys[rank], "")
+    if absent := missing_keys(store, keys, options.timeout):
+        store.delete_key(keys[rank])
+        options.store.add(made, -1)  # undo the attempt, so that all ranks can try again
+        raise dist.DistStoreError(
+            f"group {options.group_id!r} of {name_ranks(ranks)} was not complete within {options.timeout.total_seconds():g} s: "
+            f"{name_ranks([ranks[place] for place in absent])} did not create it; new_group must be called by all ranks, in the "
+            "same order"
+        )
+    return store
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -118,7 +118,7 @@ def greeted(address):
 
 
 def take_a_place(address, held):
-    """Speak the store's protocol with guessable secrets, and gloo's with rank numbers."""
+    """Speak the store's protocol with guessable secrets."""
     for name, secret in {"no secret": b"", "a secret of zeros": bytes(32), "the greeting as the secret": None}.items():
         try:
             one, nonce, introduction = greeted(address)
@@ -141,14 +141,6 @@ def take_a_place(address, held):
             note("opens the MUNGE credential", opened.stdout)
     except OSError:
         note("sends the server's nonce back")
-    for number in range(12):
-        try:
-            one = connect(address)
-            one.sendall(struct.pack("<q", number) + b"A" * 64)
-            held.append(one)
-        except OSError:
-            pass
-        note("takes a place in a gloo group")
 
 
 def flood(address, count):
