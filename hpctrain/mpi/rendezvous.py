@@ -18,7 +18,7 @@ from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
 from hpctrain.base.store.server import StoreServer, warn_of_stranger
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import broadcast_json, gather_json, world
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.library import MPI
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
@@ -35,7 +35,7 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
     Raises EnvironmentUnfitError on all ranks if one cannot reach the store, ValueError if the rank or world size
     passed to init_process_group is not MPI's.
     """
-    comm = world()
+    comm = MPI.COMM_WORLD
     _check_given(url, comm)
     yield open_over_mpi(timeout), comm.rank, comm.size
     raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
@@ -43,7 +43,7 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
 
 def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_of_stranger) -> GuardedStore:
     """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
-    comm = world()
+    comm = MPI.COMM_WORLD
     leaving.install()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.size == comm.size

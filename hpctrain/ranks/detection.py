@@ -95,8 +95,7 @@ def _shorten_addresses(environment: Mapping[str, str]) -> None:
 
 
 def _identity(numbers: RankNumbers, node: str, source: LaunchSource) -> Identity:
-    rank, size, local_rank, local_size, renumbered = numbers
-    return Identity(rank, size, local_rank, local_size, node, source, renumbered)
+    return Identity(*numbers, node, source)
 
 
 def _installed(distribution: str) -> bool:
@@ -110,14 +109,12 @@ def _installed(distribution: str) -> bool:
 def _from_mpi() -> Identity | None:
     """MPI's answer; None when there is no MPI library."""
     try:
-        from hpctrain.mpi.all_ranks import number_by_node, world
         from hpctrain.mpi.library import MPI
     except EnvironmentUnfitError:
         return None
-    renumbered = number_by_node()
-    ranks = world()
-    node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank)
-    identity = Identity(ranks.rank, ranks.size, node.rank, node.size, socket.gethostname(), "mpi", renumbered)
+    ranks = MPI.COMM_WORLD
+    node = ranks.Split_type(MPI.COMM_TYPE_SHARED)
+    identity = Identity(ranks.rank, ranks.size, node.rank, node.size, socket.gethostname(), "mpi")
     node.Free()
     return identity
 

@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store.client import await_members
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import gather_json, on_all, world
+from hpctrain.mpi.all_ranks import gather_json, on_all
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode, OverNodes
 from hpctrain.mpi.errors import CommunicationTimeoutError
@@ -29,7 +29,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     Raises EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a
     member does not call this in time.
     """
-    everyone = world()
+    everyone = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks) >= everyone.size or ranks[options.group_rank] != everyone.rank:
         raise EnvironmentUnfitError(
@@ -61,7 +61,7 @@ def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Over
     if settings.ranks_per_node is None:
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     else:
-        local = comm.Split(world().rank // settings.ranks_per_node, comm.rank)
+        local = comm.Split(MPI.COMM_WORLD.rank // settings.ranks_per_node, comm.rank)
     members = sorted({tuple(ranks) for ranks in gather_json(comm, gather_json(local, comm.rank))})
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical
