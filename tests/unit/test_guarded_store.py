@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store import credentials
 from hpctrain.base.store.client import Connection, GuardedStore, open_store
-from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.credentials import find_secret, make_credential
 from hpctrain.base.store.gloo import create_group
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
@@ -187,7 +187,9 @@ def test_a_group_of_gloo_names_the_ranks_that_do_not_come(store: GuardedStore) -
         timeout=timedelta(seconds=0.2),
     )  # fmt: skip
     store.set("1/here/1", "")
-    with pytest.raises(dist.DistStoreError, match=r"group 'odd' of ranks 4-6 was not complete within 0.2 s: rank 6 did"):
+    with pytest.raises(
+        dist.DistStoreError, match=r"group 'odd' of ranks 4-6 was not complete within 0.2 s: rank 6 did"
+    ):
         create_group(options)
 
 
@@ -480,8 +482,8 @@ def test_a_file_carries_the_secret_to_this_user_only(home: Path) -> None:
     made = make_credential("start 1", None)
     (file,) = (home / ".hpctrain").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
-    assert SecretFinder("start 1", None)(made.introduction) == made.secret
-    assert SecretFinder("start 2", None)(made.introduction) is None
+    assert find_secret("start 1", None, made.introduction) == made.secret
+    assert find_secret("start 2", None, made.introduction) is None
     made.remove()
     assert not file.exists()
 
@@ -513,7 +515,7 @@ def test_a_file_that_others_could_have_made_is_not_believed(home: Path, spoil: C
     made = make_credential("start", None)
     (file,) = (home / ".hpctrain").iterdir()
     spoil(file)
-    assert SecretFinder("start", None)(made.introduction) is None
+    assert find_secret("start", None, made.introduction) is None
 
 
 def test_no_way_to_recognize_each_other_is_told(home: Path) -> None:

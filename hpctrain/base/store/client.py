@@ -138,6 +138,10 @@ class GuardedStore(Store):
         """The server, on rank 0; `close` stops it."""
         _open.add(self)
 
+    def serve(self, server: StoreServer, hosts: Collection[str]) -> None:
+        """This is rank 0's store. hosts: the addresses of this host at which the other ranks have connected."""
+        self.server, self.local_host = server, min(hosts, default=self.local_host)
+
     def close(self) -> None:
         """Close the connections; on rank 0 this also stops the server for all ranks."""
         with self._lock:
@@ -249,46 +253,26 @@ class GuardedStore(Store):
                 time.sleep(0.05)
 
 
-def connect(
-    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, attempt: float = 10.0
-) -> tuple[Address, Connection]:
-    """Connect to the first address at which this job's server answers; tries all in turn for `seconds`.
+def open_store(
+    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
+) -> GuardedStore:
+    """The store of this job's server at the first of `addresses` that answers; tries all in turn for `seconds`.
 
-    attempt: seconds for one address; a firewall may drop packets instead of refusing them.
+    timeout: the limit of waits for keys. attempt: seconds for one address; a firewall may drop packets instead of refusing them.
     Raises the OSError or ProtocolError of the last attempt.
     """
     give_up = time.monotonic() + seconds
-    while True:
+    last: Exception = OSError("it has no address")
+    while addresses:
         for address in addresses:
             try:
-                return address, Connection(address, find_secret, attempt)
+                return GuardedStore(address, timeout, Connection(address, find_secret, attempt))
             except (OSError, ProtocolError) as error:
                 last = error
             if time.monotonic() > give_up:
                 raise last
-        if not addresses:
-            raise OSError("it has no address")
         time.sleep(0.05)
-
-
-def open_store(
-    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
-) -> GuardedStore:
-    """The store of the server at one of `addresses`; errors as `connect`. timeout: the limit of waits for keys."""
-    address, first = connect(addresses, find_secret, seconds, attempt)
-    return GuardedStore(address, timeout, first)
-
-
-def narrow(store: GuardedStore, server: StoreServer, hosts: Collection[str]) -> GuardedStore:
-    """Restrict rank 0's store to `hosts`, where all ranks have connected; rank 0 connects through one of these, too."""
-    if hosts and store.address[0] not in hosts:
-        there = [address for address in server.addresses if address[0] in hosts]
-        again = open_store(there, lambda _: store.secret, _ANOTHER, store.timeout)  # type: ignore[attr-defined]
-        store.close()
-        store = again
-    store.server = server
-    server.keep_only(address for address in server.addresses if address[0] in (hosts or [store.address[0]]))
-    return store
+    raise last
 
 
 def missing_keys(store: Store, keys: Sequence[str], limit: timedelta) -> list[int]:
