@@ -139,9 +139,22 @@ class WrappingWork(dist.Work):
         return self.inner.get_future()
 
 
-class PythonMessageWork(dist.Work):
-    """The handle of a send or receive in Python. `source_rank` is the sender's rank in the group."""
+class PythonWork(dist.Work):
+    """The handle of an operation in Python. A message also has `source_rank()`, the sender's rank in the group."""
+
+    _done = False
+    _error: BaseException | None = None
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def _source_rank(self) -> int:
         """torch.distributed.recv calls this after a receive from any rank."""
-        return self.source_rank()
+        rank: int = self.source_rank()
+        return rank

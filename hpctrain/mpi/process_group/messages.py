@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hpctrain.base import accounting
-from hpctrain.base.torch_groups import PythonMessageWork
+from hpctrain.base.torch_groups import PythonWork
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.engine import settle
@@ -142,7 +142,7 @@ class Messages:
             del works
 
 
-class MessageWork(PythonMessageWork):
+class MessageWork(PythonWork):
     """The handle of one send or receive. Thread-safe."""
 
     def __init__(
@@ -164,8 +164,6 @@ class MessageWork(PythonMessageWork):
         self._statuses = [MPI.Status() for _ in requests]
         self._testing = threading.Lock()
         self._posted = time.perf_counter()
-        self._done = False
-        self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
     def test(self) -> bool:
@@ -228,17 +226,8 @@ class MessageWork(PythonMessageWork):
     def is_completed(self) -> bool:
         return self.test()
 
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
     def result(self) -> list[Tensor]:
         return list(self._tensors)
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         """The group rank of the sender."""
