@@ -100,7 +100,7 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
         (["--set", "dataset.seq_length=9"], "longer than the model's max_seq_length 8"),
         (["--set", "model.freeze=['nothing.*']"], "no parameter matches 'nothing.*'"),
         (["--set", "communicator.name='mpi'"], "not started by an MPI launcher"),
-        (["--set", "communicator.device='accelerator'"], "the ranks can't compute on accelerators"),
+        (["--set", "communicator.device='accelerator'"], "device = 'accelerator': none fits all ranks"),
         (["--set", "model.weights='none.safetensors'"], "there are no weights at none.safetensors"),
     ],
 )
