@@ -54,9 +54,9 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     if group.size() == 1:
         return [decode(json.loads(_text(value)))]
     content = _padded(_text(value), group)
-    received = torch.empty(group.size(), len(content), dtype=torch.uint8)
+    received = torch.empty(group.size() * len(content), dtype=torch.uint8)
     dist.all_gather_single(received, content, group=group)
-    return [_decode(row) for row in received]
+    return [_decode(part) for part in received.chunk(group.size())]
 
 
 @_of_real_tensors

@@ -194,8 +194,8 @@ class MPIWork(PythonWork):
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, by the thread that ran the operation."""
-        self._error = error
-        self._done = True
+        self.error = error
+        self.done = True
         self._running.release()
 
     # The names below are torch's.
@@ -205,23 +205,23 @@ class MPIWork(PythonWork):
 
         timeout: zero means the group's timeout.
         """
-        if not self._done:
+        if not self.done:
             start = time.perf_counter()
             limit = timeout.total_seconds()
             self._engine.wait(self, limit if limit > 0 else None)
             accounting.record_wait(self._engine.group, self.operation.name, time.perf_counter() - start)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds`; return whether the operation has finished."""
         if self._running.acquire(timeout=max(seconds, 0.0)):
             self._running.release()
-        return self._done
+        return self.done
 
     def is_completed(self) -> bool:
-        return self._done
+        return self.done
 
     def result(self) -> Any:
         return self._result

@@ -168,21 +168,21 @@ class MessageWork(PythonWork):
 
     def test(self) -> bool:
         """Drive MPI once; return whether the message has been delivered or has failed."""
-        if self._done or not self._testing.acquire(blocking=False):
-            return self._done
+        if self.done or not self._testing.acquire(blocking=False):
+            return self.done
         try:
-            if not self._done and self._delivered():
+            if not self.done and self._delivered():
                 self._finish()
         finally:
             self._testing.release()
-        return self._done
+        return self.done
 
     def _delivered(self) -> bool:
         try:
             return MPI.Request.Testall(self._requests, self._statuses)
         except MPI.Exception as failure:
             sizes = ", ".join(f"{buffer.nbytes} bytes" for buffer in self._buffers)
-            self._error = CommunicationError(
+            self.error = CommunicationError(
                 f"{self._messages.describe(self)} of {sizes} failed in MPI: {failure.Get_error_string()}; the two "
                 "sides may have passed different sizes, or one of them has ended"
             )
@@ -190,10 +190,10 @@ class MessageWork(PythonWork):
 
     def _finish(self) -> None:
         nbytes = sum(buffer.nbytes for buffer in self._buffers)
-        if self.name == "recv" and self._error is None:
+        if self.name == "recv" and self.error is None:
             arrived = sum(status.Get_elements(MPI.BYTE) for status in self._statuses)
             if arrived != nbytes:
-                self._error = CommunicationError(
+                self.error = CommunicationError(
                     f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
                     "sender's size and dtype"
                 )
@@ -202,7 +202,7 @@ class MessageWork(PythonWork):
                     if buffer is not tensor:
                         tensor.copy_(buffer)
         accounting.record(self._messages.group, self.name, nbytes, time.perf_counter() - self._posted)
-        self._done = True
+        self.done = True
         self._messages.finished(self)
         if self._future is not None:
             # In a thread of its own: a callback may wait for another message, and this thread drives those.
@@ -212,15 +212,15 @@ class MessageWork(PythonWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the buffer may be used again, or raise the error. A timeout of zero means the group's."""
-        if not self._done:
+        if not self.done:
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
             finished = wait_until(self.test, start + limit, Patience.LONG)
             accounting.record_wait(self._messages.group, self.name, time.perf_counter() - start)
             if not finished:
                 raise self._messages.timed_out(self, limit)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def is_completed(self) -> bool:
@@ -238,6 +238,6 @@ class MessageWork(PythonWork):
         with self._testing:
             if self._future is None:
                 self._future = Future()
-                if self._done:
+                if self.done:
                     settle(self._future, self.wait, self.result)
         return self._future
