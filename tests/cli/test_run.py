@@ -306,7 +306,7 @@ def hpctrain_job_start(identity, model):
 
 @pytest.mark.thorough
 def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
-    """As on a machine without any MPI library: mpi4py finds none. Over MPI, a row tells for how long a rank waits for a slower one."""
+    """As on a machine without any MPI library: mpi4py finds none. A row over MPI tells how long a rank waits."""
     (job.directory / "slower.py").write_text(SLOWER)
     job.set(plugins={"load": ["slower"]}, parallelism={"tensor": 2}, batch={"micro_size": 12})
     mpich = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.output_dir='mpi'"), job.directory)

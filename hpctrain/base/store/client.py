@@ -18,18 +18,18 @@ from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
     LATE,
+    LENGTH,
     MAGIC,
-    MESSAGE_HEADER,
     NONCE_BYTES,
     NUMBER,
     SECONDS,
     WRONG,
-    Opener,
     ProtocolError,
-    Sealer,
+    checked,
     digest,
-    direction_key,
     endpoint,
+    frame,
+    unpack,
     verify,
 )
 
@@ -81,8 +81,8 @@ class Connection:
         """Send `request` and wait up to `seconds` for the reply."""
         self._give_up = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        self._socket.sendall(self._sealer.seal(request))
-        return self._opener.open(self._read(self._opener.length(self._read(MESSAGE_HEADER.size))))
+        self._socket.sendall(frame(request))
+        return unpack(self._read(checked(*LENGTH.unpack(self._read(LENGTH.size)))))
 
     def close(self) -> None:
         self._socket.close()
@@ -103,8 +103,6 @@ class Connection:
         if not verify(self._read(DIGEST_BYTES), secret, b"server", nonces, introduction, server):
             raise ProtocolError("it does not know this job's secret")
         self.secret = secret
-        self._sealer = Sealer(direction_key(secret, b"to server", nonces))
-        self._opener = Opener(direction_key(secret, b"to client", nonces))
 
     def _read(self, count: int) -> bytes:
         chunks = bytearray()

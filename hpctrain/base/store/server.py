@@ -20,19 +20,19 @@ from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
     LATE,
+    LENGTH,
     MAGIC,
-    MESSAGE_HEADER,
     NONCE_BYTES,
     NUMBER,
     OK,
     SECONDS,
     WRONG,
-    Opener,
     ProtocolError,
-    Sealer,
+    checked,
     digest,
-    direction_key,
     endpoint,
+    frame,
+    unpack,
     verify,
 )
 
@@ -209,8 +209,8 @@ class StoreServer:
         self._make_room(writer)
         try:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            ends = await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
-            await self._answer(reader, writer, *ends)
+            await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
+            await self._answer(reader, writer)
         except asyncio.CancelledError:
             pass  # asyncio would print a traceback
         except _FROM_STRANGERS as error:
@@ -229,7 +229,7 @@ class StoreServer:
             oldest, _ = self._unproven.popitem(last=False)
             oldest.transport.abort()
 
-    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Opener, Sealer]:
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = secrets.token_bytes(NONCE_BYTES)
         writer.write(GREETING_HEADER.pack(MAGIC, mine, len(self._introduction)) + self._introduction)
         answer = await reader.readexactly(NONCE_BYTES + DIGEST_BYTES)
@@ -241,22 +241,16 @@ class StoreServer:
             raise ConnectionResetError("it was closed to make room")
         del self._unproven[writer]  # at once: a rank that has the server's proof is not made to leave
         writer.write(digest(self._secret, b"server", nonces, self._introduction, here))
-        return (
-            Opener(direction_key(self._secret, b"to server", nonces)),
-            Sealer(direction_key(self._secret, b"to client", nonces)),
-        )
 
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: Opener, sealer: Sealer
-    ) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer requests in turn until the client hangs up."""
         while True:
             try:
-                header = await reader.readexactly(MESSAGE_HEADER.size)
-                payload = await reader.readexactly(opener.length(header))
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                payload = await reader.readexactly(checked(length))
             except asyncio.IncompleteReadError:
                 return
-            writer.write(sealer.seal(await self._contents.answer(opener.open(payload))))
+            writer.write(frame(await self._contents.answer(unpack(payload))))
             await writer.drain()
 
     def _tell_of_stranger(self, peer: tuple[Any, ...], error: BaseException) -> None:

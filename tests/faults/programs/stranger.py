@@ -71,7 +71,7 @@ MESSAGES = {
     "the store's greeting, 1,000 times": (MAGIC + bytes(34)) * 1000,
     "the store's own greeting": MAGIC + os.urandom(34),
     "a proof of zeros": bytes(64),
-    "a message without a proof": bytes(64) + struct.pack(">IQ32s", 2**31, 0, bytes(32)) + b"set",
+    "a message without a proof": bytes(64) + struct.pack(">I", 2**31) + b"set",
 }
 
 
