@@ -109,7 +109,7 @@ def test_impossible_values(job: JobFile, words: list[str], sentence: str) -> Non
         done = run(hpctrain("run", "job.toml", *words), job.directory)
     else:
         done = in_process("run", "job.toml", *words, cwd=job.directory)
-    refused(done, 3 if "MPI launcher" in sentence or "accelerators" in sentence else 2, sentence)
+    refused(done, 3 if "MPI launcher" in sentence or "none fits" in sentence else 2, sentence)
 
 
 def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
