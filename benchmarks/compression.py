@@ -57,7 +57,7 @@ class Recorder:
 
     @property
     def put_in(self) -> int:
-        return self._after.bytes - self._before.bytes
+        return self._after.total.bytes - self._before.total.bytes
 
     def sent(self, ranks: int) -> float:
         """Bytes that the best algorithms send per rank."""

@@ -123,7 +123,7 @@ from hpctrain.model.trials import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.hookspecs import hookimpl
-from hpctrain.ranks.backends import gloo_backend, gloo_transport, mpi_backend
+from hpctrain.ranks.backends import gloo_backend, mpi_backend
 from hpctrain.ranks.json_collectives import (
     Outcome,
     agree,
@@ -257,7 +257,6 @@ __all__ = [
     "gather_outcomes",
     "gather_values",
     "gloo_backend",
-    "gloo_transport",
     "has_float64",
     "hookimpl",
     "is_accelerator",

@@ -18,7 +18,7 @@ from jobs import JobFile
 STRANGER = Path(__file__).parent / "faults" / "programs" / "stranger.py"
 PYTHON = shutil.which("python3", path="/usr/bin") or "python3"
 """The system's Python, which every user can run."""
-KINDS = 60
+KINDS = 59
 """The least number of attempts."""
 
 ATTACKED = """

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from hpctrain.base.torch_groups import WrappingWork
 from hpctrain.contracts.model import tensors_in
 from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.process_group.group import MPIProcessGroup
@@ -35,6 +34,43 @@ MESSAGES = {"send": "input", "recv": "output", "recv_anysource": "output"}
 
 class LateError(AssertionError):
     """A tensor of an operation was used before its wait."""
+
+
+class WrappingWork(Work):
+    """The handle of an operation of another group, `inner`, with something before or after its wait."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        done: bool = self.inner.wait(timeout)
+        return done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        done: bool = self.inner.is_completed()
+        return done
+
+    def is_success(self) -> bool:
+        good: bool = self.inner.is_success()
+        return good
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def _source_rank(self) -> int:
+        """torch.distributed.recv calls this after a receive from any rank."""
+        rank: int = self.inner._source_rank()
+        return rank
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
 
 
 class LateWork(WrappingWork):

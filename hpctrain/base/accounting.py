@@ -7,8 +7,8 @@ Imports nothing else of hpctrain.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,24 @@ class OperationStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """A snapshot: `blocked_seconds` is the time that callers spent inside a call or a wait, over all threads.
+    """A snapshot, by `ProcessGroup.group_name`, then by the name of the operation."""
 
-    groups: by `ProcessGroup.group_name`, then by the name of the operation.
-    """
-
-    blocked_seconds: float = 0.0
-    groups: dict[str, dict[str, OperationStatistics]] = field(default_factory=dict)
+    groups: dict[str, dict[str, OperationStatistics]]
 
     @property
     def operations(self) -> dict[str, OperationStatistics]:
         """The totals of all groups, by the name of the operation."""
-        found = defaultdict[str, list[float]](lambda: [0, 0, 0.0, 0.0])
-        for of_group in self.groups.values():
-            for name, one in of_group.items():
-                for place, value in enumerate((one.calls, one.bytes, one.seconds, one.blocked_seconds)):
-                    found[name][place] += value
-        return {name: _statistics_of(total) for name, total in found.items()}
+        names = dict.fromkeys(name for operations in self.groups.values() for name in operations)
+        return {name: _sum(of[name] for of in self.groups.values() if name in of) for name in names}
 
     @property
-    def bytes(self) -> int:
-        """The input bytes of all operations."""
-        return sum(one.bytes for of_group in self.groups.values() for one in of_group.values())
+    def total(self) -> OperationStatistics:
+        """The total of all operations. Their `seconds` include those that overlap with computation."""
+        return _sum(operation for operations in self.groups.values() for operation in operations.values())
 
-    @property
-    def seconds(self) -> float:
-        """Running time of all operations, overlapped with computation or not."""
-        return sum(one.seconds for of_group in self.groups.values() for one in of_group.values())
+
+def _sum(parts: Iterable[OperationStatistics]) -> OperationStatistics:
+    return OperationStatistics(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 class _Waited(threading.local):
@@ -62,7 +53,6 @@ class _Waited(threading.local):
 
 _WAITED = _Waited()
 _lock = threading.Lock()
-_blocked_seconds = 0.0
 _totals: dict[tuple[str, str], list[float]] = {}  # calls, bytes, seconds and blocked seconds by group and operation
 
 
@@ -85,23 +75,15 @@ def record_wait(group: str, operation: str, seconds: float) -> None:
 
     It is communication then, not computing, in the step's row. A communicator whose operations end on the CPU calls it.
     """
-    global _blocked_seconds
     _WAITED.seconds += seconds
     with _lock:
-        _blocked_seconds += seconds
         _totals.setdefault((group, operation), [0, 0, 0.0, 0.0])[3] += seconds
 
 
 def statistics() -> Statistics:
     """The totals since the process started."""
-    with _lock:
-        blocked, totals = _blocked_seconds, {key: list(total) for key, total in _totals.items()}
     groups: dict[str, dict[str, OperationStatistics]] = {}
-    for (group, name), total in totals.items():
-        groups.setdefault(group, {})[name] = _statistics_of(total)
-    return Statistics(blocked, groups)
-
-
-def _statistics_of(total: list[float]) -> OperationStatistics:
-    calls, nbytes, seconds, blocked = total
-    return OperationStatistics(int(calls), int(nbytes), seconds, blocked)
+    with _lock:
+        for (group, name), (calls, nbytes, seconds, blocked) in _totals.items():
+            groups.setdefault(group, {})[name] = OperationStatistics(int(calls), int(nbytes), seconds, blocked)
+    return Statistics(groups)

@@ -6,6 +6,7 @@ A message says what was found, what was expected and what to do. Imports nothing
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 EXIT_DONE = 0
@@ -62,6 +63,23 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`[3]` -> "rank 3", `[0, 1, 2, 5]` -> "ranks 0-2, 5"."""
+    text = spans(ranks, ", ")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def spans(numbers: Sequence[int], separator: str = ",") -> str:
+    """`[0, 1, 2, 5]` -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 class UsageError(HpctrainError):

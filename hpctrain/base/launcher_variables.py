@@ -60,13 +60,12 @@ _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID")
 
 
 class RankNumbers(NamedTuple):
-    """The numbers of a rank, as variables tell them. renumbered: the launcher has dealt the ranks out to the nodes in turn."""
+    """The numbers of a rank, as variables tell them."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    renumbered: bool = False
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -235,21 +234,12 @@ def torchrun_token(environment: Mapping[str, str]) -> str:
 
 
 def slurm_numbers(environment: Mapping[str, str]) -> RankNumbers:
-    """The rank's numbers in a step of srun: node by node, as hpctrain numbers ranks."""
-    size = _step_tasks(environment)
-    node, local_rank = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_LOCALID", 0))
+    """The rank's numbers in a step of srun."""
+    size, node = _step_tasks(environment), int(environment.get("SLURM_NODEID", 0))
     per_node = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     # of a heterogeneous step, Slurm tells the tasks of one component
-    known = node < len(per_node) and sum(per_node) == size and "SLURM_HET_SIZE" not in environment
-    several = len(per_node) > 1 and max(per_node) > 1  # else srun says "cyclic" by itself
-    in_turn = environment.get("SLURM_DISTRIBUTION", "").startswith(("cyclic", "plane", "arbitrary"))
-    return RankNumbers(
-        rank=sum(per_node[:node]) + local_rank if known else int(environment["SLURM_PROCID"]),
-        size=size,
-        local_rank=local_rank,
-        local_size=per_node[node] if node < len(per_node) else 1,
-        renumbered=known and several and in_turn,
-    )
+    local_size = per_node[node] if node < len(per_node) else 1
+    return RankNumbers(int(environment["SLURM_PROCID"]), size, int(environment.get("SLURM_LOCALID", 0)), local_size)
 
 
 def slurm_node(environment: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ As in torch_private.py, torch may change these names without notice. The standal
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -85,63 +84,22 @@ def make_backend(name: str, options: Any, device: torch.device) -> Any:
     return made
 
 
-class TransparentGroup(PythonGroup):
-    """A group in Python around `inner`, in which torch's C++ code finds the inner one's backend: for time limits, and operations of
-    its own."""
+class PythonWork(dist.Work):
+    """The handle of an operation in Python. A message also has `source_rank()`, the sender's rank in the group."""
 
-    def __init__(self, backend: Any, options: Any) -> None:
-        """backend: for tensors on CPUs. options: as of `group_around`."""
-        super().__init__(options.group_rank, options.group_size)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self.inner = group_around(backend, options, kind, ["cpu"])
-        self._register_backend(torch.device("cpu"), kind, backend)
-        self._set_default_backend(kind)
-        self._set_group_name(options.group_id)
+    done = False
+    error: BaseException | None = None
 
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.inner._get_backend(device)
+    def is_success(self) -> bool:
+        return self.done and self.error is None
 
-
-class WrappingWork(dist.Work):
-    """The handle of an operation of another group, `inner`, with something before or after its wait."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        done: bool = self.inner.wait(timeout)
-        return done
+    def exception(self) -> BaseException | None:
+        return self.error
 
     def synchronize(self) -> None:
         self.wait()
 
-    def is_completed(self) -> bool:
-        done: bool = self.inner.is_completed()
-        return done
-
-    def is_success(self) -> bool:
-        good: bool = self.inner.is_success()
-        return good
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> Any:
-        return self.inner.result()
-
     def _source_rank(self) -> int:
         """torch.distributed.recv calls this after a receive from any rank."""
-        rank: int = self.inner._source_rank()
+        rank: int = self.source_rank()
         return rank
-
-    def get_future(self) -> Any:
-        return self.inner.get_future()
-
-
-class PythonMessageWork(dist.Work):
-    """The handle of a send or receive in Python. `source_rank` is the sender's rank in the group."""
-
-    def _source_rank(self) -> int:
-        """torch.distributed.recv calls this after a receive from any rank."""
-        return self.source_rank()

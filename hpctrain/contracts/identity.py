@@ -1,4 +1,4 @@
-"""The place of this process among the ranks, which are numbered node by node."""
+"""The place of this process among the ranks, which have their launcher's numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,5 @@ class Identity:
     local_size: int = 1
     node: str = field(default_factory=socket.gethostname)
     source: LaunchSource = "alone"
-    renumbered: bool = False
-    """Whether the launcher had numbered the ranks differently: dealt out to the nodes in turn."""
     accelerator: int | None = None
     """torch's index of the accelerator that rank 0 has assigned to this rank; None before that, and on CPUs."""

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpctrain.base.errors import EnvironmentUnfitError, UsageError, reason
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError, name_ranks, reason
 from hpctrain.base.torch_private import flatten_mesh
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import broken
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.mpi.errors import name_ranks
 
 if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism

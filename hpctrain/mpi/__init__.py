@@ -69,10 +69,10 @@ def __getattr__(name: str) -> Any:
 
 
 def world() -> MPI.Intracomm:
-    """The communicator of all ranks, as hpctrain numbers them. Starts MPI."""
-    from hpctrain.mpi.all_ranks import world
+    """The communicator of all ranks. Starts MPI."""
+    from hpctrain.mpi.library import MPI
 
-    return world()
+    return MPI.COMM_WORLD
 
 
 def local_rank() -> int:

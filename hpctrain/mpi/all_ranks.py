@@ -1,4 +1,4 @@
-"""All ranks over MPI, as hpctrain numbers them, and small JSON values between them.
+"""Small JSON values between ranks over MPI.
 
 mpi4py's lower-case methods send pickles, which run code on arrival.
 """
@@ -41,32 +41,3 @@ def on_all(comm: MPI.Comm, flag: bool) -> bool:
     everybody = np.empty(1, dtype=np.int32)
     comm.Allreduce(np.array([flag], dtype=np.int32), everybody, MPI.MIN)
     return bool(everybody[0])
-
-
-_world = MPI.COMM_WORLD
-
-
-def world() -> MPI.Intracomm:
-    """The communicator of all ranks."""
-    return _world
-
-
-def number_by_node() -> bool:
-    """Number the ranks node by node from now on, so that neighbours share a node; rank 0 stays rank 0. Collective.
-
-    Returns whether that differs from MPI's numbers: the launcher has dealt the ranks out to the nodes in turn.
-    """
-    global _world
-    launched = MPI.COMM_WORLD
-    if _world is not launched:
-        return True
-    node = launched.Split_type(MPI.COMM_TYPE_SHARED, launched.rank)
-    first_here = broadcast_json(node, launched.rank)
-    node.Free()
-    ordered = launched.Split(0, first_here)  # ranks of one node, with equal keys, keep their order
-    if on_all(launched, ordered.rank == launched.rank):
-        ordered.Free()
-        return False
-    assert isinstance(ordered, MPI.Intracomm)  # what a part of an intracommunicator is
-    _world = ordered
-    return True

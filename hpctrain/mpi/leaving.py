@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.mpi.all_ranks import world
 from hpctrain.mpi.library import MPI, abort
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of MPIProcessGroup
@@ -38,12 +37,12 @@ def install() -> None:
 def _abort_world(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # init_process_group wraps this hook and shows its output only after it returns. It does not return, so print on the
     # real stderr.
-    rank = world().rank
+    rank = MPI.COMM_WORLD.rank
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     text = "\n".join(f"[rank {rank} on {socket.gethostname()}] {line}" for line in lines)
     stream = sys.__stderr__ or sys.stderr
     print(text, file=stream, flush=True)
-    if world().size == 1:
+    if MPI.COMM_WORLD.size == 1:
         return  # no other rank waits for this one: Python ends it with status 1
     abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
@@ -57,7 +56,7 @@ def _leave() -> None:
             group.finish()
     if any(group.broken for group in _groups):
         print(
-            f"[rank {world().rank}] MPI still holds an operation that timed out: ending all ranks",
+            f"[rank {MPI.COMM_WORLD.rank}] MPI still holds an operation that timed out: ending all ranks",
             file=sys.stderr,
         )
         abort(1)

@@ -12,14 +12,13 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.store.client import GuardedStore, narrow, open_store
+from hpctrain.base.errors import EnvironmentUnfitError, name_ranks
+from hpctrain.base.store.client import GuardedStore, open_store
 from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
-from hpctrain.base.store.server import StoreServer, warn_of_stranger
+from hpctrain.base.store.server import StoreServer
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import broadcast_json, gather_json, world
-from hpctrain.mpi.errors import name_ranks
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.library import MPI
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
@@ -36,15 +35,15 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
     Raises EnvironmentUnfitError on all ranks if one cannot reach the store, ValueError if the rank or world size
     passed to init_process_group is not MPI's.
     """
-    comm = world()
+    comm = MPI.COMM_WORLD
     _check_given(url, comm)
     yield open_over_mpi(timeout), comm.rank, comm.size
     raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
 
 
-def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_of_stranger) -> GuardedStore:
+def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] | None = None) -> GuardedStore:
     """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
-    comm = world()
+    comm = MPI.COMM_WORLD
     leaving.install()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.size == comm.size
@@ -64,7 +63,7 @@ def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_
     if store is None or failures:  # all ranks fail together: a rank that went on alone would wait for the others
         raise _out_of_reach(failures, where)
     if server is not None:
-        store = narrow(store, server, {address[0] for _, address in used[1:]})
+        store.serve(server, {address[0] for _, address in used[1:]})
     bind_communication(store.local_host)
     return store
 

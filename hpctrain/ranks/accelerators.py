@@ -7,24 +7,21 @@ tells which are the same; not the UUID, since NCCL refuses two ranks on one addr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from hpctrain.base.devices import accelerator, accelerator_count, device_name, pci_address, unusable_accelerator
-from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError, name_ranks
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.plugin import Machine
-from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.binding import machine_id
 from hpctrain.ranks.meeting import World
 
 Device = Literal["auto", "accelerator", "cpu"]
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """A rank's part of the decision.
 
     lacks: for each communicator the reason why it can't be used on this rank; None where it can. cards: the addresses of the
@@ -55,38 +52,33 @@ def agree_on_communicator(
     EnvironmentUnfitError names the ranks that lack what every candidate needs.
     """
     candidates = asked.candidates(list(installed))
-    world.tell("accelerators", asdict(report_of(world, candidates)))
+    world.tell("accelerators", report_of(world, candidates))
 
     def deal() -> list[tuple[str, int | None, str]]:
-        reports = [RankReport(**report) for report in world.collect("accelerators")]
+        reports = [RankReport(*report) for report in world.collect("accelerators")]
         chosen, accelerators, remark = decide(asked.name, candidates, reports, device)
-        return [(chosen.name, one, remark) for one in accelerators]
+        return [(chosen.name, index, remark) for index in accelerators]
 
     name, accelerator, remark = world.deal("accelerators/dealt", deal)
-    return Agreed(next(one for one in candidates if one.name == name), accelerator, remark)
+    return Agreed(next(candidate for candidate in candidates if candidate.name == name), accelerator, remark)
 
 
 def report_of(world: World, candidates: Sequence[Communicator]) -> RankReport:
     """This rank's report."""
     identity, kind = world.identity, accelerator()
-    machine = Machine(identity)
+    count = 0 if kind is None else accelerator_count()
+    # where torch tells no address, a single card is taken for this rank's own
+    unknown = [f"of rank {identity.rank}" if count == 1 else f"number {index}" for index in range(count)]
     return RankReport(
         node=identity.node,
         machine=machine_id(identity.node),
-        lacks={one.name: one.missing(machine) for one in candidates},
-        cards=() if kind is None else seen_cards(kind, identity.rank),
+        lacks={candidate.name: candidate.missing(Machine(identity)) for candidate in candidates},
+        cards=[pci_address(torch.device(kind.type, index)) or name for index, name in enumerate(unknown)]
+        if kind
+        else [],
         kind="" if kind is None else device_name(torch.device(kind.type, 0)),
         trouble="" if kind is not None else unusable_accelerator() or "",
     )
-
-
-def seen_cards(kind: torch.device, rank: int) -> list[str]:
-    """The accelerators that this process sees. Where torch tells no address, a single one is taken for this rank's own."""
-    count = accelerator_count()
-    return [
-        pci_address(torch.device(kind.type, index)) or (f"of rank {rank}" if count == 1 else f"number {index}")
-        for index in range(count)
-    ]
 
 
 def decide(
@@ -106,18 +98,12 @@ def decide(
         elif on_accelerators and dealt is None:
             reasons[name] = short
         elif device == "accelerator" and not on_accelerators:
-            reasons[name] = "it computes on CPUs"
+            reasons[name] = '[communicator] device is "accelerator"'
         else:
             unused = "" if on_accelerators or device == "cpu" else _unused(name, reports, reasons)
             return candidate, dealt or [] if on_accelerators else [None] * len(reports), unused
     told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-    if device == "accelerator":
-        raise EnvironmentUnfitError(
-            f'[communicator] device = "accelerator": the ranks can\'t compute on accelerators ({told}); leave it out to use the CPU'
-        )
-    if list(reasons) == [asked]:
-        raise EnvironmentUnfitError(f"[communicator] name = {asked!r}: {reasons[asked]}")
-    raise EnvironmentUnfitError(f"no communicator is available ({told})")
+    raise EnvironmentUnfitError(f"[communicator] name = {asked!r}, device = {device!r}: none fits all ranks ({told})")
 
 
 def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:

@@ -1,4 +1,4 @@
-"""The backends that communicators name: over MPI, and over gloo with ranks that prove themselves. Registered on first use."""
+"""The backends that communicators name, registered on first use: over MPI, and over gloo with the names of missing ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ def mpi_backend() -> str:
 
 
 def gloo_backend() -> str:
-    """Register the backend over gloo whose groups are authenticated by the ranks, and return its name."""
+    """Register the backend over gloo whose groups name missing ranks, and return its name."""
     from hpctrain.base.store.gloo import BACKEND
 
     return BACKEND
-
-
-def gloo_transport() -> str | None:
-    """The transport of this process's gloo groups, "" for the default. None before the first group: it can still be set."""
-    from hpctrain.base.store.gloo import transport_in_use
-
-    return transport_in_use()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.mpi.errors import spans
+from hpctrain.base.errors import spans
 from hpctrain.ranks.meeting import World
 
 LOG = logging.getLogger("hpctrain")
@@ -45,9 +46,8 @@ def bound(world: World, bind: CpuBind) -> Iterator[Binding]:
 
     bind: "none" only shares out the threads.
     """
-    before = _mask()
-    alone = Binding([], _threads(os.cpu_count() or 1, world.identity.local_size))
-    binding = _agree(world, bind, before) if before else alone
+    mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    binding = _agree(world, bind, mask)
     torch.set_num_threads(binding.threads)
     if binding.told:
         LOG.info("cores: %s; threads: %d", binding.told, binding.threads)
@@ -55,31 +55,32 @@ def bound(world: World, bind: CpuBind) -> Iterator[Binding]:
         yield binding
     finally:
         if binding.by_hpctrain:
-            _move(before)
+            _move(mask)
 
 
 def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
     """The binding of a rank that may use the CPUs `mask`, after comparing them with those of the other ranks of its machine."""
     cores = topology(mask)
-    world.tell("cores", (machine_id(world.identity.node), spans(mask)))
+    world.tell("cores", [machine_id(world.identity.node), spans(mask)])
     ranks, alike, place = world.deal("cores/dealt", lambda: places(world.collect("cores")))
     if ranks == 1:
         return Binding(mask, _threads(len(cores)))
     if alike < ranks:
-        return Binding(mask, _threads(len(cores), alike), f"{_named(cores)}, bound by the launcher")
-    why_not = '[job] cpu_bind is "none"' if bind == "none" else ""
-    if len(cores) < ranks:
+        return Binding(mask, _threads(len(cores) // alike), f"{_named(cores)}, bound by the launcher")
+    if bind == "none":
+        why_not = '[job] cpu_bind is "none"'
+    elif len(cores) < ranks:
         why_not = f"{ranks} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
-    if not why_not:
+    else:
         own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]
+        cpus = [cpu for core in own for cpu in core.cpus]
         try:
-            _move(_cpus(own))
+            _move(cpus)
+            return Binding(cpus, _threads(len(own)), f"{_named(own)}, bound by hpctrain", by_hpctrain=True)
         except OSError as error:  # a container may forbid it
             why_not = str(error.strerror)
-        else:
-            return Binding(_cpus(own), _threads(len(own)), f"{_named(own)}, bound by hpctrain", by_hpctrain=True)
-    said = f"{_named(cores)}, shared by {ranks} ranks, not bound by hpctrain: {why_not}"
-    return Binding(mask, _threads(len(cores), ranks), said)
+    told = f"{_named(cores)}, shared by {ranks} ranks, not bound by hpctrain: {why_not}"
+    return Binding(mask, _threads(len(cores) // ranks), told)
 
 
 def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
@@ -88,22 +89,18 @@ def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
     reports: each rank's machine and CPUs.
     """
     of_machine, alike = Counter(machine for machine, _ in reports), Counter(map(tuple, reports))
-    before = Counter[tuple[str, ...]]()
-    answers = []
-    for report in map(tuple, reports):
-        answers.append((of_machine[report[0]], alike[report], before[report]))
-        before[report] += 1
-    return answers
+    next_place = {report: itertools.count() for report in alike}
+    return [(of_machine[report[0]], alike[report], next(next_place[report])) for report in map(tuple, reports)]
 
 
 def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
     """The cores that have any of `cpus`, with these, by NUMA node. Where the system does not tell, each CPU is a core of node 0."""
     of_core: dict[tuple[int, str], list[int]] = {}
     for cpu in sorted(cpus):
-        place, siblings = system / f"cpu{cpu}", f"alone {cpu}"
-        numa = next((int(path.name[4:]) for path in place.glob("node[0-9]*")), 0)
+        files, siblings = system / f"cpu{cpu}", f"alone {cpu}"
+        numa = next((int(path.name[4:]) for path in files.glob("node[0-9]*")), 0)
         with suppress(OSError):
-            siblings = (place / "topology" / "thread_siblings_list").read_text()
+            siblings = (files / "topology" / "thread_siblings_list").read_text()
         of_core.setdefault((numa, siblings), []).append(cpu)
     return sorted(Core(numa, tuple(held)) for (numa, _), held in of_core.items())
 
@@ -113,25 +110,16 @@ def machine_id(node: str) -> str:
     return _BOOT.read_text().strip() if _BOOT.exists() else node
 
 
-def _threads(cores: int, sharing: int = 1) -> int:
-    """OMP_NUM_THREADS if set, else one for each of this rank's cores, or of its share of them."""
+def _threads(cores: int) -> int:
+    """OMP_NUM_THREADS if set, else one for each core of this rank's."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores // sharing)
-
-
-def _cpus(cores: Iterable[Core]) -> list[int]:
-    return sorted(cpu for core in cores for cpu in core.cpus)
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores)
 
 
 def _named(cores: Sequence[Core]) -> str:
     """ "CPUs 0-3 (NUMA node 0)" """
-    cpus, nodes = _cpus(cores), sorted({core.numa for core in cores})
+    cpus, nodes = [cpu for core in cores for cpu in core.cpus], sorted({core.numa for core in cores})
     return f"CPU{'s' * (len(cpus) > 1)} {spans(cpus)} (NUMA node{'s' * (len(nodes) > 1)} {spans(nodes)})"
-
-
-def _mask() -> list[int]:
-    """The CPUs that this process may use; none where the system does not say."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _move(cpus: Sequence[int]) -> None:

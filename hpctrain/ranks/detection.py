@@ -17,10 +17,10 @@ from hpctrain.base.launcher_variables import (
     by_flux,
     by_mpi,
     by_mpirun,
-    by_pals,
     by_srun,
     by_torchrun,
     has_torchrun_variables,
+    launcher_name,
     pmi_name,
     slurm_node,
     slurm_numbers,
@@ -95,8 +95,7 @@ def _shorten_addresses(environment: Mapping[str, str]) -> None:
 
 
 def _identity(numbers: RankNumbers, node: str, source: LaunchSource) -> Identity:
-    rank, size, local_rank, local_size, renumbered = numbers
-    return Identity(rank, size, local_rank, local_size, node, source, renumbered)
+    return Identity(*numbers, node, source)
 
 
 def _installed(distribution: str) -> bool:
@@ -110,14 +109,12 @@ def _installed(distribution: str) -> bool:
 def _from_mpi() -> Identity | None:
     """MPI's answer; None when there is no MPI library."""
     try:
-        from hpctrain.mpi.all_ranks import number_by_node, world
         from hpctrain.mpi.library import MPI
     except EnvironmentUnfitError:
         return None
-    renumbered = number_by_node()
-    ranks = world()
-    node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank)
-    identity = Identity(ranks.rank, ranks.size, node.rank, node.size, socket.gethostname(), "mpi", renumbered)
+    ranks = MPI.COMM_WORLD
+    node = ranks.Split_type(MPI.COMM_TYPE_SHARED)
+    identity = Identity(ranks.rank, ranks.size, node.rank, node.size, socket.gethostname(), "mpi")
     node.Free()
     return identity
 
@@ -129,22 +126,9 @@ def _refuse_wrong_mpi(environment: Mapping[str, str]) -> NoReturn:
         library = MPI.Get_library_version().splitlines()[0].strip()
     except EnvironmentUnfitError as error:
         library = str(error)
-    by, remedy = "an MPI launcher", "Use that MPI's own mpiexec (hpctrain run -n does)"
-    if by_pals(environment):
-        by = "PALS"
-        remedy = (
-            "PALS fits Cray MPICH: load its module and build mpi4py with it (MPICC=cc pip install --no-binary=mpi4py "
-            "mpi4py); or start one torchrun on each node"
-        )
-    elif by_flux(environment):
-        by = "Flux"
-        remedy = (
-            "Use MPICH, which speaks PMI (pip install 'hpctrain[mpich]'), or Open MPI with `flux run -o pmi=pmix`; without MPI "
-            "let Flux start one torchrun on each node"
-        )
-    tells_all = not by_pals(environment) or "PMI_SIZE" in environment
-    found = f"{announced_size(environment)}{'' if tells_all else ' or more'}"
     raise EnvironmentUnfitError(
-        f"{by} started {found} ranks, but mpi4py's MPI library sees only one process: launcher and library "
-        f"belong to different MPIs. mpi4py uses: {library}. {remedy}"
+        f"{launcher_name(environment) or 'an MPI launcher'} started several ranks, but mpi4py's MPI library sees only one process: "
+        f"launcher and library belong to different MPIs. mpi4py uses: {library}. Use that MPI's own mpiexec (hpctrain run -n "
+        "does), build mpi4py with the launcher's MPI (MPICC=... pip install --no-binary=mpi4py mpi4py), or start one torchrun on "
+        "each node"
     )

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -83,10 +82,7 @@ def met(identity: Identity, channel: RankChannel, timeout: timedelta | None = No
 
 
 def leave(world: World, error: BaseException) -> NoReturn:
-    """End this process and the other ranks with the exit code of the first error on any rank, which its rank prints.
-
-    Where every rank has the same error, nobody waits for anybody: then the ranks end in order, as after a success.
-    """
+    """End this process and the other ranks with the exit code of the first error on any rank, which its rank prints."""
     ignore_terminate()
     code = exit_code_of(error)
     if not isinstance(error, PeerError):  # rank 0 prints
@@ -103,15 +99,9 @@ def leave(world: World, error: BaseException) -> NoReturn:
         with suppress(RuntimeError):  # of a store that is gone with rank 0; likewise below
             world.store.set("failed/printed", "1")
     world.channel.report_exit(code)
-    everybody, in_order = _all_leave(world, error)
+    everybody = _all_leave(world)
     if not everybody:
         end_waiting_ranks(world, code)
-    if in_order:
-        # an operation that only some ranks have begun would hold up the end
-        timer = threading.Timer(_LEAVING_SECONDS, end_now, (world.identity, code, everybody))
-        timer.daemon = True
-        timer.start()
-        sys.exit(code)
     end_now(world.identity, code, everybody)
 
 
@@ -187,32 +177,16 @@ def _claim(world: World, mine: str) -> str | None:
     return None
 
 
-def _all_leave(world: World, error: BaseException) -> tuple[bool, bool]:
-    """Whether every rank is leaving with an error, and whether with this one; waits briefly for ranks that have not noticed it."""
-    # one with a cause comes from a communication or from somebody's code, which the ranks may have left at different places
-    is_own = isinstance(error, HpctrainError) and error.__cause__ is None
-    alike = f"leaving/{zlib.crc32(str(error).encode())}" if is_own else "leaving/other"
-    try:
-        world.store.add("leaving/of-rank-0" if isinstance(error, PeerError) else alike, 1)
-        world.store.add("leaving", 1)
-        everybody = _counted(world, "leaving")
-        of_all = world.store.add(alike, 0) + world.store.add("leaving/of-rank-0", 0) == world.identity.size
-        world.store.add("leaving/heard", 1)
-        if everybody and world.identity.rank == 0:
-            _counted(world, "leaving/heard")  # this rank serves the store: the others must have read it before it ends
-    except RuntimeError:
-        return False, False
-    return everybody, everybody and (isinstance(error, PeerError) or (is_own and of_all))
-
-
-def _counted(world: World, key: str) -> bool:
-    """Whether `key` reaches the number of ranks in time."""
+def _all_leave(world: World) -> bool:
+    """Whether every rank is leaving with an error; waits briefly for ranks that have not noticed it."""
     give_up = time.monotonic() + _GATHERING_SECONDS
-    while world.store.add(key, 0) < world.identity.size:
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.02)
-    return True
+    with suppress(RuntimeError):
+        leaving = world.store.add("leaving", 1)
+        while leaving < world.identity.size and time.monotonic() < give_up:
+            time.sleep(0.02)
+            leaving = world.store.add("leaving", 0)
+        return leaving == world.identity.size
+    return False
 
 
 def _wait_for_print(world: World, patience: timedelta) -> None:

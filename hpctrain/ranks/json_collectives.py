@@ -50,30 +50,28 @@ def _of_real_tensors(collective: Callable[P, T]) -> Callable[P, T]:
 @_of_real_tensors
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` in rank order, on all ranks. Collective over `group`, all ranks by default."""
-    group = _group(group)
+    group = group or world_group()
     if group.size() == 1:
         return [decode(json.loads(_text(value)))]
-    content, lengths = _padded(_text(value), group)
+    content = _padded(_text(value), group)
     received = torch.empty(group.size() * len(content), dtype=torch.uint8)
     dist.all_gather_single(received, content, group=group)
-    everything, width = bytes(received.numpy()), len(content)
-    starts = range(0, group.size() * width, width)
-    return [decode(json.loads(everything[at : at + length])) for at, length in zip(starts, lengths, strict=True)]
+    return [_decode(part) for part in received.chunk(group.size())]
 
 
 @_of_real_tensors
 def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of the group's rank 0, on all ranks. Collective over `group`, all ranks by default."""
-    group = _group(group)
-    content, lengths = _padded(_text(value) if group.rank() == 0 else "", group)
+    group = group or world_group()
+    content = _padded(_text(value) if group.rank() == 0 else "", group)
     dist.broadcast(content, group=group, group_src=0)
-    return _decode(content, lengths[0])
+    return _decode(content)
 
 
 @_of_real_tensors
 def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The sum of every rank's `value`, on all ranks. Collective over `group`, all ranks by default."""
-    if _group(group).size() == 1:
+    if (group or world_group()).size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.int64)
     dist.all_reduce(total, group=group)
@@ -94,18 +92,18 @@ def attempt(action: Callable[[], T]) -> Outcome[T]:
     except Exception as error:
         if isinstance(error, (HpctrainError, OSError)) or type(error).__name__ in _KNOWN:
             return error
-        seen = RuntimeError(f"{type(error).__name__}: {error}")
-        seen.__cause__ = error
-        return seen
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.__cause__ = error
+        return plain
 
 
 def gather_outcomes(outcome: Outcome[Any], group: dist.ProcessGroup) -> Outcome[list[Any]]:
     """Gather on rank 0 every rank's value in rank order, or the exception of the lowest failing rank; elsewhere []."""
-    content, lengths = _padded(_text(_pair(outcome)), group)
+    content = _padded(_text(_pair(outcome)), group)
     received = [torch.empty_like(content) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(content, received, group=group, group_dst=0)
-    found = [_opened(_decode(one, length)) for one, length in zip(received or [], lengths, strict=False)]
-    return next((one for one in found if isinstance(one, Exception)), found)
+    outcomes = [_opened(_decode(row)) for row in received or []]
+    return next((error for error in outcomes if isinstance(error, Exception)), outcomes)
 
 
 def scatter_outcomes(outcome: Outcome[Sequence[Any]], group: dist.ProcessGroup) -> Any:
@@ -113,12 +111,12 @@ def scatter_outcomes(outcome: Outcome[Sequence[Any]], group: dist.ProcessGroup) 
     parts: list[str] = []
     if group.rank() == 0:
         each = [outcome] * group.size() if isinstance(outcome, Exception) else outcome
-        parts = [_text(_pair(one)) for one in each]
+        parts = [_text(_pair(part)) for part in each]
     most = torch.tensor(max((len(part) for part in parts), default=0))
     dist.broadcast(most, group=group, group_src=0)
     mine = torch.empty(int(most), dtype=torch.uint8)
     dist.scatter(mine, [_as_tensor(part, int(most)) for part in parts] or None, group=group, group_src=0)
-    return raised(_opened(_decode(mine, int(most))))
+    return raised(_opened(_decode(mine)))
 
 
 def agree(outcome: Outcome[Any], group: dist.ProcessGroup) -> Any:
@@ -168,18 +166,11 @@ def raised(outcome: Outcome[T]) -> T:
     return outcome
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group = group or dist.group.WORLD
-    assert group is not None, "torch.distributed is not set up"
-    return group
-
-
-def _padded(text: str, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
-    """`text` as bytes, padded to the longest on any rank, and every rank's own length."""
-    lengths = torch.zeros(group.size(), dtype=torch.int64)
-    dist.all_gather_single(lengths, torch.tensor([len(text)]), group=group)
-    found: list[int] = lengths.tolist()
-    return _as_tensor(text, max(found)), found
+def _padded(text: str, group: dist.ProcessGroup) -> Tensor:
+    """`text` as bytes, padded to the longest on any rank."""
+    longest = torch.tensor(len(text))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    return _as_tensor(text, int(longest))
 
 
 def _as_tensor(text: str, length: int) -> Tensor:
@@ -191,8 +182,8 @@ def _text(value: Any) -> str:
     return json.dumps(encode(value))
 
 
-def _decode(content: Tensor, length: int) -> Any:
-    return decode(json.loads(bytes(content[:length].numpy())))
+def _decode(content: Tensor) -> Any:
+    return decode(json.loads(bytes(content.numpy())))
 
 
 def _pair(outcome: Outcome[Any]) -> list[Any]:
@@ -218,18 +209,12 @@ def _fields(error: Exception) -> dict[str, Any]:
 
 
 def _error(fields: dict[str, Any]) -> Exception:
-    error = _rebuilt(fields)
-    error.is_of_another_rank = True  # type: ignore[attr-defined]  # that rank knows more and prints it
-    return error
-
-
-def _rebuilt(fields: dict[str, Any]) -> Exception:
-    kind, message = fields["kind"], fields["message"]
     if "errno" in fields:
-        return OSError(fields["errno"], fields["strerror"], fields["filename"])
-    if "exit_code" not in fields:
-        return _KNOWN[kind](message) if kind in _KNOWN else RuntimeError(f"{kind}: {message}")
-    error = _KNOWN.get(kind, HpctrainError)(message)
-    assert isinstance(error, HpctrainError)
-    error.exit_code = fields["exit_code"]
-    return error
+        error: Any = OSError(fields["errno"], fields["strerror"], fields["filename"])
+    else:
+        error = _KNOWN.get(fields["kind"], HpctrainError)(fields["message"])
+        if "exit_code" in fields:
+            error.exit_code = fields["exit_code"]
+    error.is_of_another_rank = True  # that rank knows more and prints it
+    raised_there: Exception = error
+    return raised_there

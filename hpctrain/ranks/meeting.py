@@ -181,16 +181,11 @@ def start_communication(world: World, communicator: Communicator, seconds: float
     if world.guarded is not None:
         # NCCL's threads ask this store for news of a failure, by default each rank once a second: rank 0 answers in Python
         os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", "60000")
-    backend, options = communicator.backend(), communicator.backend_options()
-    if world.identity.size > 1:  # a rank alone waits for nobody
-        from hpctrain.ranks.timed_gloo import timed  # registers a backend
-
-        backend = timed(backend)
     dist.init_process_group(
-        backend,
+        communicator.backend(),
         store=PrefixStore("group", world.store),
         rank=world.identity.rank,
         world_size=world.identity.size,
         timeout=timedelta(seconds=seconds),
-        pg_options=options,
+        pg_options=communicator.backend_options(),
     )

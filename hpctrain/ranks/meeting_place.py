@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
-from hpctrain.base.store.client import GuardedStore, missing_keys, narrow, open_store
-from hpctrain.base.store.credentials import Credential, SecretFinder, make_credential
+from hpctrain.base.store.client import GuardedStore, missing_keys, open_store
+from hpctrain.base.store.credentials import find_secret, make_credential
 from hpctrain.base.store.messages import ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses
 from hpctrain.base.store.server import StoreServer
@@ -72,22 +73,14 @@ def _open(
 ) -> GuardedStore:
     hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
     sockets = _listen(place, hosts, identity)
-    credential = _given(place) or make_credential(place.token, place.secret_file)
+    credential = make_credential(place.token, place.secret_file)
     server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
     try:
-        return narrow(store, server, _await_all(store, identity, timeout))
+        store.serve(server, _await_all(store, identity, timeout))
     finally:
         credential.remove()
-
-
-def _given(place: MeetingPlace) -> Credential | None:
-    """The secret that a starter of ranks on several nodes has given each of them; None if rank 0 is to make one."""
-    file = place.secret_file
-    if file is None:
-        return None
-    known = SecretFinder(place.token, file)(b"")
-    return None if known is None else Credential(known, b"", lambda: file.unlink(missing_ok=True))
+    return store
 
 
 def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:
@@ -110,10 +103,10 @@ def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> s
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
     hosts, ports = [LOOPBACK] if place.one_node else hosts_of(place.host), list(place.ports())
-    find_secret = SecretFinder(place.token, place.secret_file)
     try:
         addresses = [(host, port) for port in ports for host in hosts]
-        store = open_store(addresses, find_secret, timeout.total_seconds(), timeout, _ATTEMPT)
+        secret = partial(find_secret, place.token, place.secret_file)
+        store = open_store(addresses, secret, timeout.total_seconds(), timeout, _ATTEMPT)
     except (OSError, ProtocolError) as error:
         raise EnvironmentUnfitError(
             f"rank {identity.rank} on {identity.node} found no rank 0 of this job on {place.host} within "

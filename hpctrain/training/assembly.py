@@ -153,7 +153,6 @@ def describe(session: Session, reads: bool) -> dict[str, str]:
     threads = torch.get_num_threads()
     name = launcher_name() if identity.source == "mpi" else None
     launcher = f", started by {name}" if name else ""
-    dealt = " (numbered by node; the launcher had dealt them out in turn)" if identity.renumbered else ""
     chosen = (parts.model, *([parts.dataset] if reads else []), parts.optimizer, parts.schedule)
     data = {
         "batch": str(plan),
@@ -162,7 +161,7 @@ def describe(session: Session, reads: bool) -> dict[str, str]:
     }
     return {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
-        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
+        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{session.layout}; sharding {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),

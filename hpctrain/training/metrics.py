@@ -158,7 +158,7 @@ class OwnRow(TypedDict, total=False):
 
     exposed_seconds: Mapping[str, float]
     """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tp.all_reduce`; "world" are all ranks,
-    "other" groups of no axis, such as those of saves in the background. Known where ranks talk over MPI, gloo or Horovod on CPUs;
+    "other" groups of no axis, such as those of saves in the background. Known where ranks talk over MPI or Horovod on CPUs;
     the next two over MPI only. Of accelerators, `hpctrain profile RUN_DIR --now` tells all three."""
 
     hidden_seconds: Mapping[str, float]

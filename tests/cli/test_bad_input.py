@@ -100,7 +100,7 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
         (["--set", "dataset.seq_length=9"], "longer than the model's max_seq_length 8"),
         (["--set", "model.freeze=['nothing.*']"], "no parameter matches 'nothing.*'"),
         (["--set", "communicator.name='mpi'"], "not started by an MPI launcher"),
-        (["--set", "communicator.device='accelerator'"], "the ranks can't compute on accelerators"),
+        (["--set", "communicator.device='accelerator'"], "device = 'accelerator': none fits all ranks"),
         (["--set", "model.weights='none.safetensors'"], "there are no weights at none.safetensors"),
     ],
 )
@@ -109,7 +109,7 @@ def test_impossible_values(job: JobFile, words: list[str], sentence: str) -> Non
         done = run(hpctrain("run", "job.toml", *words), job.directory)
     else:
         done = in_process("run", "job.toml", *words, cwd=job.directory)
-    refused(done, 3 if "MPI launcher" in sentence or "accelerators" in sentence else 2, sentence)
+    refused(done, 3 if "MPI launcher" in sentence or "none fits" in sentence else 2, sentence)
 
 
 def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:

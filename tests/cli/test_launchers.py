@@ -56,7 +56,7 @@ def test_torchrun_under_mpiexec_is_the_launcher(job: JobFile, losses_alone: list
 def test_tasks_of_flux_without_mpi_are_refused(job: JobFile) -> None:
     for words, env in (started_as(AS_FLUX, 2, "run", "job.toml"), {}), (hpctrain("run", "job.toml"), FLUX_TASK):
         done = run(words, job.directory, env={**env, **NO_MPI})
-        refused(done, job, "Flux started 2 ranks, but", "flux run -o pmi=pmix", "one torchrun on each node")
+        refused(done, job, "Flux started several ranks, but", "one torchrun on each node")
 
 
 @pytest.mark.cases(nightly=["another PMI"], rest="thorough")
@@ -65,7 +65,7 @@ def test_ranks_of_pals_use_mpi_or_are_refused(job: JobFile, unset: str) -> None:
     """Without PMI_FD, as under PALS with the MPICH of a wheel, each MPI process is alone."""
     done = run(started_as(AS_PALS.format(unset=unset), 2, "run", "job.toml"), job.directory)
     if "PMI_FD" in unset:
-        refused(done, job, "PALS started 2 ranks, but mpi4py's MPI library sees only one", "MPICC=cc")
+        refused(done, job, "PALS started several ranks, but mpi4py's MPI library sees only one", "MPICC=...")
     else:
         assert done.code == 0 and done.err == "" and "2 (mpi), started by PALS" in done.out, done
 

@@ -23,7 +23,7 @@ from launching import hpctrain, in_process, run
 
 from hpctrain.api import EnvironmentUnfitError
 from hpctrain.base.safe_files import own_directory
-from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.credentials import find_secret, make_credential
 from hpctrain.ranks.rank_channel import PIPE, attach_to_directory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
@@ -89,10 +89,10 @@ def test_names_that_another_user_has_taken_are_refused(shared: Path, monkeypatch
         attach_to_directory(shared / "hpctrain-abcdefgh")
     (shared / ".hpctrain").rename(shared / "theirs")
     secret = make_credential("start", None).secret
-    assert SecretFinder("start", None)(b"") == secret
+    assert find_secret("start", None, b"") == secret
     [file] = (shared / ".hpctrain").iterdir()
     os.chown(file, STRANGER, STRANGER)
-    assert SecretFinder("start", None)(b"") is None
+    assert find_secret("start", None, b"") is None
 
 
 def test_directories_of_another_user_are_not_swept(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,8 +268,8 @@ def test_statistics_count_bytes_and_blocked_time(world):
     after = hpctrain.mpi.statistics()
     reduced = after.operations["all_reduce"], before.operations.get("all_reduce", hpctrain.mpi.OperationStatistics())
     assert reduced[0].bytes - reduced[1].bytes == 4000 and reduced[0].calls - reduced[1].calls == 1
-    assert after.bytes - before.bytes == 4080
-    assert after.blocked_seconds > before.blocked_seconds and after.seconds > before.seconds
+    assert after.total.bytes - before.total.bytes == 4080
+    assert after.total.blocked_seconds > before.total.blocked_seconds and after.total.seconds > before.total.seconds
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

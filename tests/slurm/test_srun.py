@@ -48,23 +48,6 @@ def test_four_tasks_are_one_world_on_two_nodes(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("mpi", "source"), [(["--mpi=pmi2"], "mpi"), ([], "slurm")])
-def test_ranks_dealt_out_to_the_nodes_in_turn_are_numbered_by_node(
-    cluster: Cluster, job: JobFile, losses_alone: list[float], mpi: list[str], source: str
-) -> None:
-    """So that the neighbours of an inner axis share a node."""
-    dealt = [*FOUR, "--distribution=cyclic", *mpi]
-    asked = cluster.run([*dealt, "sh", "-c", "echo $SLURM_PROCID is on $SLURMD_NODENAME"], job.directory)
-    assert "1 is on node2" in asked.out and "2 is on node1" in asked.out, asked
-    done = cluster.run([*dealt, *hpctrain("run", "job.toml")], job.directory)
-    assert done.code == 0, done
-    assert f"4 ({source}), " in done.out and "2 per node (numbered by node;" in done.out, done
-    for rank, log in enumerate(logs(job)):
-        assert f"rank {rank} of 4 on node{1 + rank // 2} ({source})" in log, log
-    assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_open_mpi_over_pmix(cluster: Cluster, job: JobFile, losses_alone: list[float], openmpi_python: str) -> None:
     done = cluster.run([*FOUR, "--mpi=pmix", *hpctrain("run", "job.toml", python=openmpi_python)], job.directory)

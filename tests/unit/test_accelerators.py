@@ -98,31 +98,31 @@ def test_auto_computes_on_cpus_and_says_why(reports: list[RankReport], remark: s
     assert chosen.name == "mpi" and set(accelerators) == {None}
     assert remark in found and bool(remark) == bool(found) == bool(re.search(KEYS, found)), found
     assert decide("auto", AUTO, reports, "cpu")[2] == ""
-    with pytest.raises(EnvironmentUnfitError, match="can't compute on accelerators"):
+    with pytest.raises(EnvironmentUnfitError, match="device = 'accelerator': none fits"):
         decide("auto", AUTO, reports, "accelerator")
 
 
 REFUSED: dict[str, tuple[str, list[Any], list[RankReport], Device, str]] = {
     "nccl with two ranks on one card": (
         "nccl", [candidate("nccl", True)], ranks("n", "a", "a", lacks={"nccl": None}), "auto",
-        "[communicator] name = 'nccl': node n has 2 ranks and 1 accelerator that they see",
+        "none fits all ranks (nccl: node n has 2 ranks and 1 accelerator that they see",
     ),
     "nccl with a broken driver on one node": (
         "nccl", [candidate("nccl", True)],
         ranks("n", "ab", "ab", lacks={"nccl": None}) + ranks("m", "", "", lacks={"nccl": "there is no GPU that torch can use"}),
-        "auto", "[communicator] name = 'nccl': ranks 2-3 on m: there is no GPU that torch can use",
+        "auto", "none fits all ranks (nccl: ranks 2-3 on m: there is no GPU that torch can use",
     ),
     "nccl where device is cpu": (
         "nccl", [candidate("nccl", True)], ranks("n", "a", lacks={"nccl": None}), "cpu",
-        "[communicator] name = 'nccl': [communicator] device is \"cpu\"",
+        "none fits all ranks (nccl: [communicator] device is \"cpu\"",
     ),
     "mpi that one rank lacks": (
         "mpi", [candidate("mpi", False)], ranks("n", "", "") + ranks("m", "", lacks={"mpi": "no MPI"}), "auto",
-        "[communicator] name = 'mpi': rank 2 on m: no MPI",
+        "none fits all ranks (mpi: rank 2 on m: no MPI",
     ),
     "nothing for all": (
         "auto", AUTO, ranks("n", "", lacks={"mpi": "no MPI", "gloo": "built without gloo"}), "auto",
-        f"no communicator is available (accelerator: {NONE}; mpi: no MPI; gloo: built without gloo)",
+        f"none fits all ranks (accelerator: {NONE}; mpi: no MPI; gloo: built without gloo)",
     ),
     "different vendors": (
         "accelerator", AUTO[:1],

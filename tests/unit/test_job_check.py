@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +19,6 @@ from plain import module_of
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
-from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import open_data
 from hpctrain.data.shapes import sequence_multiple
 from hpctrain.job.problems import JobError
@@ -107,27 +102,6 @@ def test_options_of_the_communicator() -> None:
     assert len(found) == 1 and "hierarchical = true needs shared_memory = true, found false" in found[0]
     found = problems(communicator={"shared_memory": False})
     assert found == ["unknown key 'shared_memory' in [communicator]; an option of name = mpi"]
-
-
-@pytest.mark.nightly
-def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builds that the tests install were not; another build would take these files for what they are."""
-    pem = tmp_path / "pem"
-    pem.write_text("none")
-    tls = dict.fromkeys(("certificate", "key", "authority"), str(pem))
-    monkeypatch.setattr("hpctrain.base.store.gloo._in_use", [])
-    gloo = checked(communicator={"name": "gloo", "tls": tls}).parts.communicator
-    assert "this torch was built without gloo's TLS" in str(gloo.missing(Machine(Identity())))
-    missing = checked(communicator={"name": "gloo", "tls": {**tls, "key": "/nowhere"}}).parts.communicator
-    assert "/nowhere can't be read" in str(missing.missing(Machine(Identity())))
-    program = "import os; import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
-    command = [sys.executable, "-c", program]
-    tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
-    assert b"unsupported gloo device" in tried.stderr  # gloo has read the variables
-    monkeypatch.setattr("hpctrain.base.store.gloo._in_use", [""])
-    assert "an earlier job of this process used gloo without TLS" in str(gloo.missing(Machine(Identity())))
-    [unknown] = problems(communicator={"name": "gloo", "tls": {**tls, "kei": "x"}})
-    assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"
 
 
 @pytest.mark.thorough

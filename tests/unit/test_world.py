@@ -46,21 +46,6 @@ def test_srun_without_mpi_is_one_world() -> None:
     assert fallback_notice(Identity()) is None
 
 
-def test_tasks_that_srun_dealt_out_in_turn_are_numbered_by_node() -> None:
-    dealt = {**SRUN, "SLURM_DISTRIBUTION": "cyclic", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_STEP_NUM_TASKS": "5"}
-    places = {0: ("0", "0"), 1: ("1", "0"), 2: ("0", "1"), 3: ("1", "1"), 4: ("0", "2")}
-    found = [
-        detect({**dealt, "SLURM_PROCID": str(task), "SLURM_NODEID": node, "SLURM_LOCALID": local})
-        for task, (node, local) in places.items()
-    ]
-    assert [one.rank for one in found] == [0, 3, 1, 4, 2] and all(one.renumbered for one in found)
-    assert not detect({**SRUN, "SLURM_DISTRIBUTION": "block:cyclic"}).renumbered
-    # srun's own choice where each node has one task
-    each = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "1"}
-    alone = detect({**SRUN, **each, "SLURM_LOCALID": "0", "SLURM_DISTRIBUTION": "cyclic"})
-    assert (alone.rank, alone.renumbered) == (1, False)
-
-
 @pytest.mark.parametrize(
     ("per_node", "node", "local"), [("3,1", "0", 3), ("3,1", "1", 1), ("2(x3),5", "3", 5), ("4", "0", 4)]
 )

@@ -8,34 +8,35 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from hpctrain.base.errors import name_ranks
 from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
     LATE,
+    LENGTH,
     MAGIC,
-    MESSAGE_HEADER,
     NONCE_BYTES,
     NUMBER,
     SECONDS,
     WRONG,
-    Opener,
     ProtocolError,
-    Sealer,
+    checked,
     digest,
-    direction_key,
     endpoint,
+    frame,
+    unpack,
     verify,
 )
 
 if TYPE_CHECKING:
     from hpctrain.base.store.server import StoreServer
 
-__all__ = ["GuardedStore", "missing_keys", "open_store"]
+__all__ = ["GuardedStore", "await_members", "missing_keys", "open_store"]
 
 _SLACK = 10.0  # seconds that an answer may take beyond the server's own time limit: rank 0 may be busy
 _PATIENCE = 300.0  # seconds for the answer to a request that does not wait for keys
@@ -80,8 +81,8 @@ class Connection:
         """Send `request` and wait up to `seconds` for the reply."""
         self._give_up = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        self._socket.sendall(self._sealer.seal(request))
-        return self._opener.open(self._read(self._opener.length(self._read(MESSAGE_HEADER.size))))
+        self._socket.sendall(frame(request))
+        return unpack(self._read(checked(*LENGTH.unpack(self._read(LENGTH.size)))))
 
     def close(self) -> None:
         self._socket.close()
@@ -102,8 +103,6 @@ class Connection:
         if not verify(self._read(DIGEST_BYTES), secret, b"server", nonces, introduction, server):
             raise ProtocolError("it does not know this job's secret")
         self.secret = secret
-        self._sealer = Sealer(direction_key(secret, b"to server", nonces))
-        self._opener = Opener(direction_key(secret, b"to client", nonces))
 
     def _read(self, count: int) -> bytes:
         chunks = bytearray()
@@ -136,6 +135,10 @@ class GuardedStore(Store):
         self.server: StoreServer | None = None
         """The server, on rank 0; `close` stops it."""
         _open.add(self)
+
+    def serve(self, server: StoreServer, hosts: Collection[str]) -> None:
+        """This is rank 0's store. hosts: the addresses of this host at which the other ranks have connected."""
+        self.server, self.local_host = server, min(hosts, default=self.local_host)
 
     def close(self) -> None:
         """Close the connections; on rank 0 this also stops the server for all ranks."""
@@ -248,46 +251,26 @@ class GuardedStore(Store):
                 time.sleep(0.05)
 
 
-def connect(
-    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, attempt: float = 10.0
-) -> tuple[Address, Connection]:
-    """Connect to the first address at which this job's server answers; tries all in turn for `seconds`.
+def open_store(
+    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
+) -> GuardedStore:
+    """The store of this job's server at the first of `addresses` that answers; tries all in turn for `seconds`.
 
-    attempt: seconds for one address; a firewall may drop packets instead of refusing them.
+    timeout: the limit of waits for keys. attempt: seconds for one address; a firewall may drop packets instead of refusing them.
     Raises the OSError or ProtocolError of the last attempt.
     """
     give_up = time.monotonic() + seconds
-    while True:
+    last: Exception = OSError("it has no address")
+    while addresses:
         for address in addresses:
             try:
-                return address, Connection(address, find_secret, attempt)
+                return GuardedStore(address, timeout, Connection(address, find_secret, attempt))
             except (OSError, ProtocolError) as error:
                 last = error
             if time.monotonic() > give_up:
                 raise last
-        if not addresses:
-            raise OSError("it has no address")
         time.sleep(0.05)
-
-
-def open_store(
-    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
-) -> GuardedStore:
-    """The store of the server at one of `addresses`; errors as `connect`. timeout: the limit of waits for keys."""
-    address, first = connect(addresses, find_secret, seconds, attempt)
-    return GuardedStore(address, timeout, first)
-
-
-def narrow(store: GuardedStore, server: StoreServer, hosts: Collection[str]) -> GuardedStore:
-    """Restrict rank 0's store to `hosts`, where all ranks have connected; rank 0 connects through one of these, too."""
-    if hosts and store.address[0] not in hosts:
-        there = [address for address in server.addresses if address[0] in hosts]
-        again = open_store(there, lambda _: store.secret, _ANOTHER, store.timeout)  # type: ignore[attr-defined]
-        store.close()
-        store = again
-    store.server = server
-    server.keep_only(address for address in server.addresses if address[0] in (hosts or [store.address[0]]))
-    return store
+    raise last
 
 
 def missing_keys(store: Store, keys: Sequence[str], limit: timedelta) -> list[int]:
@@ -297,6 +280,28 @@ def missing_keys(store: Store, keys: Sequence[str], limit: timedelta) -> list[in
     except dist.DistStoreError:
         return [place for place, key in enumerate(keys) if not store.check([key])]
     return []
+
+
+def await_members(options: Any) -> Store:
+    """A store of a new group alone, once all its ranks are in here: gloo and MPI would not say who is missing.
+
+    options: torch's `_DistributedBackendOptions`. Raises DistStoreError with the missing ranks after their timeout.
+    """
+    rank, ranks = options.group_rank, list(options.global_ranks_in_group) or [*range(options.group_size)]
+    # a group that is made again after its destruction gets the same name and store from torch, old keys included
+    made = f"made/{rank}"
+    store = PrefixStore(str(options.store.add(made, 1)), options.store)
+    keys = [f"here/{member}" for member in range(len(ranks))]
+    store.set(keys[rank], "")
+    if absent := missing_keys(store, keys, options.timeout):
+        store.delete_key(keys[rank])
+        options.store.add(made, -1)  # undo the attempt, so that all ranks can try again
+        raise dist.DistStoreError(
+            f"group {options.group_id!r} of {name_ranks(ranks)} was not complete within {options.timeout.total_seconds():g} s: "
+            f"{name_ranks([ranks[place] for place in absent])} did not create it; new_group must be called by all ranks, in the "
+            "same order"
+        )
+    return store
 
 
 def _as_bytes(value: str | bytes) -> bytes:

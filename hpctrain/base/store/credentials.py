@@ -13,9 +13,10 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.safe_files import is_closed, own_directory, read_all, reading, replacing
@@ -28,8 +29,7 @@ _REPLAYED = 17
 _FILE_BYTES = 2 * SECRET_BYTES
 
 
-@dataclass(frozen=True)
-class Credential:
+class Credential(NamedTuple):
     """Rank 0's side: the secret, the introduction sent to everybody who connects, and the removal of the secret's file."""
 
     secret: bytes
@@ -43,14 +43,15 @@ def secret_file(token: str) -> Path:
 
 
 def make_credential(token: str, file: Path | None) -> Credential:
-    """A new secret for the start named `token`. If `file` is given, it is the only carrier.
+    """A secret for the start named `token`. If `file` is given, it is the only carrier; a starter may have put one there.
 
     Raises EnvironmentUnfitError when neither MUNGE nor a file can carry it.
     """
+    if file is not None and (given := _read(file)) is not None:
+        return Credential(given, b"", partial(file.unlink, missing_ok=True))
     secret = secrets.token_bytes(SECRET_BYTES)
     if file is None:
-        sealed = _seal(secret, token)
-        if sealed is not None:
+        if (sealed := _seal(secret, token)) is not None:
             return Credential(secret, sealed, lambda: None)
         file = secret_file(token)
     try:
@@ -62,19 +63,15 @@ def make_credential(token: str, file: Path | None) -> Credential:
             f"the ranks have no way to recognize each other: this node runs no MUNGE, and {file} cannot be written "
             f"({error.strerror or error}); expected one of the two: start MUNGE, or set HOME to a directory that the nodes share"
         ) from error
-    return Credential(secret, b"", lambda: file.unlink(missing_ok=True))
+    return Credential(secret, b"", partial(file.unlink, missing_ok=True))
 
 
-class SecretFinder:
-    """The other ranks' side: maps rank 0's introduction to the secret."""
+def find_secret(token: str, file: Path | None, introduction: bytes) -> bytes | None:
+    """The other ranks' side: the secret behind rank 0's introduction; None if there is none or it is another user's.
 
-    def __init__(self, token: str, file: Path | None) -> None:
-        self._token = token
-        self._file = secret_file(token) if file is None else file
-
-    def __call__(self, introduction: bytes) -> bytes | None:
-        """The secret; None if there is none or it is another user's. Not cached: the file may still be an earlier start's."""
-        return _open_seal(introduction, self._token) if introduction else _read(self._file)
+    To be asked at each attempt: the file may still be an earlier start's.
+    """
+    return _open_seal(introduction, token) if introduction else _read(file or secret_file(token))
 
 
 def _read(path: Path) -> bytes | None:

@@ -29,11 +29,8 @@ def reachable_addresses(name: str | None = None) -> list[str]:
         if address.family in (socket.AF_INET, socket.AF_INET6)
     ]
     usable = [a for a in named if a in interfaces] + sorted(interfaces, key=lambda a: ":" in a)
-    return [a for a in dict.fromkeys(usable) if _leads_here_from_elsewhere(ipaddress.ip_address(a))]
-
-
-def _leads_here_from_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    return not address.is_loopback and not (address.version == 6 and address.is_link_local)
+    parsed = [(text, ipaddress.ip_address(text)) for text in dict.fromkeys(usable)]
+    return [text for text, ip in parsed if not ip.is_loopback and not (ip.version == 6 and ip.is_link_local)]
 
 
 def own_addresses(name: str) -> list[str]:
@@ -76,22 +73,15 @@ def listeners(hosts: Iterable[str], port: int = 0) -> list[socket.socket]:
     raise last
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has `address`."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return str(name)
-    return None
-
-
 def bind_communication(address: str) -> None:
     """Let gloo, and NCCL if all ranks share a node, listen on the interface of `address` unless the user chose one.
 
     By default gloo takes the address of the host's name, which may be on another network, or on one open to everybody.
     """
-    interface = interface_of(address)
-    if interface is None:
+    names = [name for name, held in psutil.net_if_addrs().items() if any(entry.address == address for entry in held)]
+    if not names:
         return
+    interface = names[0]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ipaddress.ip_address(address).is_loopback:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -20,19 +20,19 @@ from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
     LATE,
+    LENGTH,
     MAGIC,
-    MESSAGE_HEADER,
     NONCE_BYTES,
     NUMBER,
     OK,
     SECONDS,
     WRONG,
-    Opener,
     ProtocolError,
-    Sealer,
+    checked,
     digest,
-    direction_key,
     endpoint,
+    frame,
+    unpack,
     verify,
 )
 
@@ -54,11 +54,6 @@ LOG = logging.getLogger("hpctrain")
 Reply = list[bytes]
 
 _FROM_STRANGERS = (ProtocolError, asyncio.IncompleteReadError, asyncio.TimeoutError, OSError)
-
-
-def warn_of_stranger(sentence: str) -> None:
-    """A warning in the log."""
-    LOG.warning("%s", sentence)
 
 
 class Contents:
@@ -151,14 +146,14 @@ class StoreServer:
     """Listens on `listeners` from construction to `close`.
 
     introduction: sent to everybody who connects; a rank needs it to find the secret.
-    on_stranger: called on the server's thread with a sentence, once for each host that gives no valid proof.
+    on_stranger: called on the server's thread with a sentence, once for each host that gives no valid proof; None: logs it.
     """
 
     def __init__(
         self, secret: bytes, listeners: Iterable[socket.socket], ranks: int, introduction: bytes = b"",
-        on_stranger: Callable[[str], None] = warn_of_stranger,
+        on_stranger: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self._secret, self._introduction, self._on_stranger = secret, introduction, on_stranger
+        self._secret, self._introduction, self._on_stranger = secret, introduction, on_stranger or LOG.warning
         self._contents = Contents()
         self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
         self._serving: set[asyncio.Task[None]] = set()
@@ -177,11 +172,6 @@ class StoreServer:
     def addresses(self) -> list[tuple[str, int]]:
         """The hosts and ports at which the server listens."""
         return list(self._listeners)
-
-    def keep_only(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Listen at `addresses` only; open connections go on."""
-        wanted = set(addresses)
-        self._run(self._stop_listening([address for address in self._listeners if address not in wanted]))
 
     def close(self) -> None:
         """Stop serving and end all connections. Does nothing in a forked process, which does not have the thread."""
@@ -203,12 +193,9 @@ class StoreServer:
             )
             listener.listen(_WAITING)
 
-    async def _stop_listening(self, addresses: Iterable[tuple[str, int]]) -> None:
-        for address in addresses:
-            self._listeners.pop(address).close()
-
     async def _stop(self) -> None:
-        await self._stop_listening(list(self._listeners))
+        for listener in self._listeners.values():
+            listener.close()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in self._serving:  # one that has not begun would end with a traceback
                 task.cancel()
@@ -216,36 +203,23 @@ class StoreServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from its handshake until either side closes it or the server stops."""
-        task = asyncio.current_task()
+        task, peer = asyncio.current_task(), writer.get_extra_info("peername") or ("an unknown address", 0)
         assert task is not None
         self._serving.add(task)
-        try:
-            await self._serve_until_end(reader, writer)
-        except asyncio.CancelledError:
-            pass  # asyncio would print a traceback
-        finally:
-            self._serving.discard(task)
-
-    async def _serve_until_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = writer.get_extra_info("peername") or ("an unknown address", 0)
         self._make_room(writer)
         try:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opener, sealer = await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
+            await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
+            await self._answer(reader, writer)
+        except asyncio.CancelledError:
+            pass  # asyncio would print a traceback
         except _FROM_STRANGERS as error:
-            if writer in self._unproven:  # else it was closed to make room, and may be one of our ranks
+            # else it was closed to make room, or is a rank that is gone, as its launcher knows
+            if writer in self._unproven or isinstance(error, ProtocolError):
                 self._tell_of_stranger(peer, error)
-            writer.transport.abort()
-            return
         finally:
             self._unproven.pop(writer, None)
-        try:
-            await self._answer(reader, writer, opener, sealer)
-        except ProtocolError as error:
-            self._on_stranger(f"the connection from {peer[0]} port {peer[1]} was closed: {error}")
-        except OSError:
-            pass  # the rank is gone, and its launcher knows
-        finally:
+            self._serving.discard(task)
             writer.transport.abort()
 
     def _make_room(self, writer: asyncio.StreamWriter) -> None:
@@ -255,7 +229,7 @@ class StoreServer:
             oldest, _ = self._unproven.popitem(last=False)
             oldest.transport.abort()
 
-    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Opener, Sealer]:
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = secrets.token_bytes(NONCE_BYTES)
         writer.write(GREETING_HEADER.pack(MAGIC, mine, len(self._introduction)) + self._introduction)
         answer = await reader.readexactly(NONCE_BYTES + DIGEST_BYTES)
@@ -267,22 +241,16 @@ class StoreServer:
             raise ConnectionResetError("it was closed to make room")
         del self._unproven[writer]  # at once: a rank that has the server's proof is not made to leave
         writer.write(digest(self._secret, b"server", nonces, self._introduction, here))
-        return (
-            Opener(direction_key(self._secret, b"to server", nonces)),
-            Sealer(direction_key(self._secret, b"to client", nonces)),
-        )
 
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: Opener, sealer: Sealer
-    ) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer requests in turn until the client hangs up."""
         while True:
             try:
-                header = await reader.readexactly(MESSAGE_HEADER.size)
-                payload = await reader.readexactly(opener.length(header))
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                payload = await reader.readexactly(checked(length))
             except asyncio.IncompleteReadError:
                 return
-            writer.write(sealer.seal(await self._contents.answer(opener.open(payload))))
+            writer.write(frame(await self._contents.answer(unpack(payload))))
             await writer.drain()
 
     def _tell_of_stranger(self, peer: tuple[Any, ...], error: BaseException) -> None:

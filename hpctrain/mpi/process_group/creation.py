@@ -6,15 +6,15 @@ import warnings
 import zlib
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import DistStoreError
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.store.client import missing_keys
+from hpctrain.base.store.client import await_members
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import gather_json, on_all, world
+from hpctrain.mpi.all_ranks import gather_json, on_all
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode, OverNodes
-from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
+from hpctrain.mpi.errors import CommunicationTimeoutError
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group import Settings
 from hpctrain.mpi.process_group.group import MPIProcessGroup
@@ -29,7 +29,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     Raises EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a
     member does not call this in time.
     """
-    everyone = world()
+    everyone = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks) >= everyone.size or ranks[options.group_rank] != everyone.rank:
         raise EnvironmentUnfitError(
@@ -37,20 +37,10 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
             f"rank {everyone.rank} of {everyone.size}: start all ranks with one mpiexec or srun, and use "
             'init_method="mpi://"'
         )
-    # A group that is made again after its destruction gets the same name and the same store, old keys included.
-    made = f"made/{options.group_rank}"
-    store = PrefixStore(str(options.store.add(made, 1)), options.store)
-    # MPI would wait for ever for a rank that never creates the group
-    keys = [f"created/{member}" for member in range(len(ranks))]
-    store.set(keys[options.group_rank], "")
-    if absent := missing_keys(store, keys, options.timeout):
-        store.delete_key(keys[options.group_rank])
-        options.store.add(made, -1)  # undo the attempt, so that all ranks can try again
-        raise CommunicationTimeoutError(
-            f"group {options.group_id!r} of {name_ranks(ranks)} was not complete within {options.timeout.total_seconds():g} s: "
-            f"{name_ranks([ranks[one] for one in absent])} did not create it; new_group must be called by all ranks, in the same "
-            "order"
-        )
+    try:
+        store = await_members(options)
+    except DistStoreError as error:
+        raise CommunicationTimeoutError(str(error)) from None
     # The tag separates groups of the same ranks that are made at the same time.
     tag = zlib.crc32(options.group_id.encode()) % 2**15
     comm = everyone.Create_group(everyone.group.Incl(ranks), tag)
@@ -71,7 +61,7 @@ def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Over
     if settings.ranks_per_node is None:
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     else:
-        local = comm.Split(world().rank // settings.ranks_per_node, comm.rank)
+        local = comm.Split(MPI.COMM_WORLD.rank // settings.ranks_per_node, comm.rank)
     members = sorted({tuple(ranks) for ranks in gather_json(comm, gather_json(local, comm.rank))})
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical

@@ -13,14 +13,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.base import accounting
+from hpctrain.base.torch_groups import PythonWork
 from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
@@ -50,11 +49,9 @@ class Engine:
         self._changed = threading.Condition()
         self._queue: deque[MPIWork] = deque()
         self._running: MPIWork | None = None
-        self._threads: list[threading.Thread] = []
-        self._has_worker = False
+        self._worker: threading.Thread | None = None
         self._stopped = False
         self._submitted = 0
-        self._completions: SimpleQueue[tuple[MPIWork, Future[Any]] | None] | None = None
         # broken: why the group can no longer be used. abandoned: a caller gave up on an operation that still runs.
         self.broken: BaseException | None = None
         self.abandoned = False
@@ -104,20 +101,6 @@ class Engine:
                 self.broken = self.broken or self._watch.overdue(operation, running.number, operation.timeout)
                 raise self.broken
 
-    def complete(self, work: MPIWork, future: Future[Any]) -> None:
-        """Give `future` the outcome of `work`.
-
-        The callbacks of a future may wait for further operations. So they do not run in the worker, which must run those
-        operations. And if a callback asks for a future, that future's callbacks do not queue behind it.
-        """
-        if self._completions is None:
-            self._completions = SimpleQueue()
-            self._start_thread(self._settle, f"{self._name} futures")
-        if threading.current_thread().name == f"{self._name} futures":
-            threading.Thread(target=settle, args=(future, work.wait, work.result), daemon=True).start()
-        else:
-            self._completions.put((work, future))
-
     def drain(self) -> None:
         """Wait until all submitted operations have finished or failed."""
         while True:
@@ -135,11 +118,8 @@ class Engine:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._completions is not None:
-            self._completions.put(None)
-        # Python kills threads that outlive it, which C++ takes for a crash: wait for their end.
-        for thread in self._threads:
-            thread.join()
+        if self._worker is not None:
+            self._worker.join()  # Python kills threads that outlive it, which C++ takes for a crash
 
     def _take(self, work: MPIWork) -> bool:
         with self._changed:
@@ -149,15 +129,10 @@ class Engine:
         return False
 
     def _wake_worker(self) -> None:
-        if not self._has_worker:
-            self._has_worker = True
-            self._start_thread(self._work, self._name)
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._worker.start()
         self._changed.notify_all()
-
-    def _start_thread(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def _work(self) -> None:
         while True:
@@ -203,15 +178,8 @@ class Engine:
                 self._changed.notify_all()
         work.finish(error)
 
-    def _settle(self) -> None:
-        assert self._completions is not None
-        while (item := self._completions.get()) is not None:
-            work, future = item
-            settle(future, work.wait, work.result)
-            del item, work, future
 
-
-class MPIWork(Work):
+class MPIWork(PythonWork):
     """The handle of the group's `number`-th collective operation. Thread-safe."""
 
     def __init__(self, engine: Engine, operation: Operation, run: Run, result: Any, number: int) -> None:
@@ -219,8 +187,6 @@ class MPIWork(Work):
         super().__init__()
         self.operation, self.run, self.number = operation, run, number
         self._engine, self._result = engine, result
-        self._done = False
-        self._error: BaseException | None = None
         # A lock, held until the operation has finished, is cheaper than an Event.
         self._running = threading.Lock()
         self._running.acquire()
@@ -228,8 +194,8 @@ class MPIWork(Work):
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, by the thread that ran the operation."""
-        self._error = error
-        self._done = True
+        self.error = error
+        self.done = True
         self._running.release()
 
     # The names below are torch's.
@@ -239,41 +205,33 @@ class MPIWork(Work):
 
         timeout: zero means the group's timeout.
         """
-        if not self._done:
+        if not self.done:
             start = time.perf_counter()
             limit = timeout.total_seconds()
             self._engine.wait(self, limit if limit > 0 else None)
             accounting.record_wait(self._engine.group, self.operation.name, time.perf_counter() - start)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds`; return whether the operation has finished."""
         if self._running.acquire(timeout=max(seconds, 0.0)):
             self._running.release()
-        return self._done
+        return self.done
 
     def is_completed(self) -> bool:
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
+        return self.done
 
     def result(self) -> Any:
         return self._result
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def get_future(self) -> Future[Any]:
-        """A future of the output tensors. Its callbacks run in a thread of their own."""
+        """A future of the output tensors."""
         if self._future is None:
             self._future = Future()
-            self._engine.complete(self, self._future)
+            # In a thread of its own: callbacks may wait for further operations, and the worker must run those.
+            threading.Thread(target=settle, args=(self._future, self.wait, self.result)).start()
         return self._future
 
 

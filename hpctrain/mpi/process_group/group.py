@@ -114,11 +114,7 @@ class MPIProcessGroup(PythonGroup):
         reduce = self._reduction(opts.reduceOp, views)
 
         def run(collectives: OverNetwork) -> None:
-            for view in views:
-                buffer = plain(view)
-                collectives.all_reduce(buffer, reduce)
-                if buffer is not view:
-                    view.copy_(buffer)
+            in_place(views, lambda buffer: collectives.all_reduce(buffer, reduce))
 
         return self._submit("all_reduce", run, list(tensors), views, opts)
 
@@ -131,11 +127,7 @@ class MPIProcessGroup(PythonGroup):
         reduce = self._reduction(opts.reduceOp, views)
 
         def run(collectives: OverNetwork) -> None:
-            for view in views:
-                buffer = plain(view)
-                collectives.reduce(buffer, reduce, root)
-                if buffer is not view and collectives.rank == root:
-                    view.copy_(buffer)
+            in_place(views, lambda buffer: collectives.reduce(buffer, reduce, root), changes=self._rank == root)
 
         return self._submit("reduce", run, list(tensors), views, opts, meet_first=True)
 
@@ -153,10 +145,7 @@ class MPIProcessGroup(PythonGroup):
 
         def run(collectives: OverNetwork) -> None:
             for target, source in zip(targets, inputs, strict=True):
-                buffer = plain_like(target)
-                collectives.reduce_scatter_single(buffer, plain(source), reduce)
-                if buffer is not target:
-                    target.copy_(buffer)
+                into_one(target, partial(collectives.reduce_scatter_single, tensor=plain(source), reduction=reduce))
 
         return self._submit("reduce_scatter_tensor", run, list(outputs), inputs, opts)
 
@@ -174,11 +163,7 @@ class MPIProcessGroup(PythonGroup):
 
         def run(collectives: OverNetwork) -> None:
             for target, sources in zip(targets, lists, strict=True):
-                buffer = plain_like(target)
-                parts = [apart(plain(source), buffer) for source in sources]
-                collectives.reduce_scatter(buffer, parts, reduce)
-                if buffer is not target:
-                    target.copy_(buffer)
+                into_one(target, partial(_reduce_scatter, collectives, sources, reduce))
 
         sources = [source for tensors in lists for source in tensors]
         return self._submit("reduce_scatter", run, list(outputs), sources, opts, meet_first=True)
@@ -201,10 +186,7 @@ class MPIProcessGroup(PythonGroup):
 
         def run(collectives: OverNetwork) -> None:
             for target, source in zip(targets, sources, strict=True):
-                buffer = plain_like(target)
-                collectives.all_gather_single(buffer, plain(source))
-                if buffer is not target:
-                    target.copy_(buffer)
+                into_one(target, partial(collectives.all_gather_single, tensor=plain(source)))
 
         return self._submit("all_gather_into_tensor", run, list(outputs), sources, opts)
 
@@ -259,10 +241,7 @@ class MPIProcessGroup(PythonGroup):
             check_list("inputs", sources, targets[0], self._size)
 
         def run(collectives: OverNetwork) -> None:
-            into(
-                targets,
-                lambda b: collectives.scatter(b[0], [apart(plain(s), b[0]) for s in sources], root),
-            )
+            into_one(targets[0], lambda b: collectives.scatter(b, [apart(plain(s), b) for s in sources], root))
 
         return self._submit("scatter", run, list(outputs), targets, opts, meet_first=True)
 
@@ -274,11 +253,7 @@ class MPIProcessGroup(PythonGroup):
         views = views_of(tensors) if is_root else outputs_of(tensors)
 
         def run(collectives: OverNetwork) -> None:
-            for view in views:
-                buffer = plain(view)
-                collectives.broadcast(buffer, root)
-                if buffer is not view and not is_root:
-                    view.copy_(buffer)
+            in_place(views, lambda buffer: collectives.broadcast(buffer, root), changes=not is_root)
 
         return self._submit("broadcast", run, list(tensors), views, opts)
 
@@ -298,11 +273,11 @@ class MPIProcessGroup(PythonGroup):
         check_own_part(torch.split(target, output_sizes)[own], torch.split(source, input_sizes)[own])
 
         def run(collectives: OverNetwork) -> None:
-            def move(buffers: Sequence[Tensor]) -> None:
-                parts = torch.split(apart(plain(source), buffers[0]), input_sizes)
-                collectives.all_to_all(torch.split(buffers[0], output_sizes), parts, even=even)
+            def move(buffer: Tensor) -> None:
+                parts = torch.split(apart(plain(source), buffer), input_sizes)
+                collectives.all_to_all(torch.split(buffer, output_sizes), parts, even=even)
 
-            into([target], move)
+            into_one(target, move)
 
         agreed = source.nbytes if even else 0
         return self._submit("all_to_all_single", run, output, [source], opts, agreed=agreed, meet_first=True)
@@ -330,14 +305,6 @@ class MPIProcessGroup(PythonGroup):
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
         return self._submit("barrier", lambda collectives: collectives.barrier(), [], [], opts or BarrierOptions())
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier. Like every operation here, it names all missing ranks when it times out."""
-        opts = BarrierOptions()
-        opts.asyncOp = False
-        if timeout is not None:
-            opts.timeout = timeout
-        self.barrier(opts).wait()
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeros, (nbytes,) uint8, in memory that the group's collectives read without a copy if possible. Collective."""
@@ -394,6 +361,15 @@ def apart(tensor: Tensor, buffer: Tensor) -> Tensor:
     return tensor.clone() if overlap(tensor, buffer) else tensor
 
 
+def in_place(views: Sequence[Tensor], move: Callable[[Tensor], None], changes: bool = True) -> None:
+    """Move each tensor's bytes, from where they lie if they are contiguous. changes: whether others' bytes come in their place."""
+    for view in views:
+        buffer = plain(view)
+        move(buffer)
+        if changes and buffer is not view:
+            view.copy_(buffer)
+
+
 def into(targets: Sequence[Tensor], move: Callable[[Sequence[Tensor]], None]) -> None:
     """Receive into the targets, through temporaries where they are not contiguous."""
     buffers = [plain_like(target) for target in targets]
@@ -403,7 +379,16 @@ def into(targets: Sequence[Tensor], move: Callable[[Sequence[Tensor]], None]) ->
             target.copy_(buffer)
 
 
+def into_one(target: Tensor, move: Callable[[Tensor], None]) -> None:
+    """Receive into the target, through a temporary where it is not contiguous."""
+    into([target], lambda buffers: move(buffers[0]))
+
+
 def _all_gather(collectives: OverNetwork, mine: Tensor, even: bool, buffers: Sequence[Tensor]) -> None:
     if not same_memory(mine, buffers[collectives.rank]) and any(overlap(mine, buffer) for buffer in buffers):
         mine = mine.clone()
     collectives.all_gather(buffers, mine, even=even)
+
+
+def _reduce_scatter(collectives: OverNetwork, sources: Sequence[Tensor], reduce: Reduction, buffer: Tensor) -> None:
+    collectives.reduce_scatter(buffer, [apart(plain(source), buffer) for source in sources], reduce)

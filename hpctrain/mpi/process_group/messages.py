@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hpctrain.base import accounting
-from hpctrain.base.torch_groups import PythonMessageWork
+from hpctrain.base.torch_groups import PythonWork
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.engine import settle
@@ -142,7 +142,7 @@ class Messages:
             del works
 
 
-class MessageWork(PythonMessageWork):
+class MessageWork(PythonWork):
     """The handle of one send or receive. Thread-safe."""
 
     def __init__(
@@ -164,27 +164,25 @@ class MessageWork(PythonMessageWork):
         self._statuses = [MPI.Status() for _ in requests]
         self._testing = threading.Lock()
         self._posted = time.perf_counter()
-        self._done = False
-        self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
     def test(self) -> bool:
         """Drive MPI once; return whether the message has been delivered or has failed."""
-        if self._done or not self._testing.acquire(blocking=False):
-            return self._done
+        if self.done or not self._testing.acquire(blocking=False):
+            return self.done
         try:
-            if not self._done and self._delivered():
+            if not self.done and self._delivered():
                 self._finish()
         finally:
             self._testing.release()
-        return self._done
+        return self.done
 
     def _delivered(self) -> bool:
         try:
             return MPI.Request.Testall(self._requests, self._statuses)
         except MPI.Exception as failure:
             sizes = ", ".join(f"{buffer.nbytes} bytes" for buffer in self._buffers)
-            self._error = CommunicationError(
+            self.error = CommunicationError(
                 f"{self._messages.describe(self)} of {sizes} failed in MPI: {failure.Get_error_string()}; the two "
                 "sides may have passed different sizes, or one of them has ended"
             )
@@ -192,10 +190,10 @@ class MessageWork(PythonMessageWork):
 
     def _finish(self) -> None:
         nbytes = sum(buffer.nbytes for buffer in self._buffers)
-        if self.name == "recv" and self._error is None:
+        if self.name == "recv" and self.error is None:
             arrived = sum(status.Get_elements(MPI.BYTE) for status in self._statuses)
             if arrived != nbytes:
-                self._error = CommunicationError(
+                self.error = CommunicationError(
                     f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
                     "sender's size and dtype"
                 )
@@ -204,7 +202,7 @@ class MessageWork(PythonMessageWork):
                     if buffer is not tensor:
                         tensor.copy_(buffer)
         accounting.record(self._messages.group, self.name, nbytes, time.perf_counter() - self._posted)
-        self._done = True
+        self.done = True
         self._messages.finished(self)
         if self._future is not None:
             # In a thread of its own: a callback may wait for another message, and this thread drives those.
@@ -214,31 +212,22 @@ class MessageWork(PythonMessageWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the buffer may be used again, or raise the error. A timeout of zero means the group's."""
-        if not self._done:
+        if not self.done:
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
             finished = wait_until(self.test, start + limit, Patience.LONG)
             accounting.record_wait(self._messages.group, self.name, time.perf_counter() - start)
             if not finished:
                 raise self._messages.timed_out(self, limit)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def is_completed(self) -> bool:
         return self.test()
 
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
     def result(self) -> list[Tensor]:
         return list(self._tensors)
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         """The group rank of the sender."""
@@ -249,6 +238,6 @@ class MessageWork(PythonMessageWork):
         with self._testing:
             if self._future is None:
                 self._future = Future()
-                if self._done:
+                if self.done:
                     settle(self._future, self.wait, self.result)
         return self._future

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.mpi.errors import CommunicationTimeoutError, OperationMismatchError, name_ranks
+from hpctrain.base.errors import name_ranks
+from hpctrain.mpi.errors import CommunicationTimeoutError, OperationMismatchError
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
 _PUBLISH_AFTER = 1.0  # seconds of waiting

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from hpctrain.base.errors import EXIT_TRAINING
-from hpctrain.mpi.errors import OperationMismatchError, name_ranks
+from hpctrain.base.errors import EXIT_TRAINING, name_ranks
+from hpctrain.mpi.errors import OperationMismatchError
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,9 +53,9 @@ class Queries:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
-        self._waiting: dict[str, Question] = {}  # by token, oldest first
+        self._waiting: dict[str, Question] = {}  # by token, oldest first; replaced as a whole, since others read it
         self._answers: dict[str, tuple[Question, Mapping[str, Any]]] = {}  # the newest of each token, to be written
-        self._seen: set[str] = set()
+        self._known: set[str] = set()  # tokens of questions that have been read
         self._lock, self._due, self._has_ended = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="watchdog's questions", daemon=True)
 
@@ -66,37 +66,19 @@ class Queries:
     @property
     def is_waiting(self) -> bool:
         """Whether `hpctrain where` has asked."""
-        return any(one.name == WHERE for one in self._waiting.values())
+        return any(question.name == WHERE for question in self._waiting.values())
 
     @property
     def has_request(self) -> bool:
         """Whether there is a request that the ranks may take."""
-        return any(one.name != WHERE for one in self._waiting.values())
-
-    def answer(self, lines: list[str]) -> None:
-        """Answer `hpctrain where`."""
-        for one in self._take(lambda question: question.name == WHERE):
-            self.tell(one, {"lines": lines})
+        return any(question.name != WHERE for question in self._waiting.values())
 
     def take(self) -> Question | None:
-        """The oldest request, which is the ranks' from now on; None if it was withdrawn."""
-        oldest = next((one for one in self._waiting.values() if one.name != WHERE), None)
-        return None if oldest is None else next(iter(self._take(lambda question: question is oldest)), None)
-
-    def acknowledge(self, where: str) -> None:
-        """Tell those who wait with a request that the job runs. where: rank 0's position in words."""
-        with self._lock:  # the answer of those who take a request meanwhile comes later
-            for token, one in self._waiting.items():
-                if one.name != WHERE:
-                    self._answers[token] = one, {"state": "waiting", "where": where}
-
-    def close(self, why: str) -> None:
-        """Refuse all requests, which no rank will take; wait for the last answers."""
-        for one in self._take(lambda question: question.name != WHERE):
-            self.tell(one, {"state": "refused", "why": why})
-        self._has_ended = True
-        self._due.set()
-        self._thread.join(_LAST)
+        """The oldest request, which is the ranks' from now on."""
+        with self._lock:
+            oldest = next((question for question in self._waiting.values() if question.name != WHERE), None)
+            self._waiting = {token: question for token, question in self._waiting.items() if question is not oldest}
+        return oldest
 
     def tell(self, question: Question, answer: Mapping[str, Any]) -> None:
         """Give an answer, if somebody still waits for it."""
@@ -104,12 +86,28 @@ class Queries:
             self._answers[question.token] = question, answer
         self._due.set()
 
-    def _take(self, wanted: Callable[[Question], bool]) -> list[Question]:
+    def answer(self, lines: list[str]) -> None:
+        """Answer `hpctrain where`."""
         with self._lock:
-            found = [one for one in self._waiting.values() if wanted(one)]
-            # a new table: others read it without the lock
-            self._waiting = {token: one for token, one in self._waiting.items() if one not in found}
-        return found
+            of_where = {token: question for token, question in self._waiting.items() if question.name == WHERE}
+            self._answers |= {token: (question, {"lines": lines}) for token, question in of_where.items()}
+            self._waiting = {token: self._waiting[token] for token in self._waiting if token not in of_where}
+        self._due.set()
+
+    def acknowledge(self, where: str) -> None:
+        """Tell those who wait with a request that the job runs. where: rank 0's position in words."""
+        with self._lock:  # the answer of those who take a request meanwhile comes later
+            for token, question in self._waiting.items():
+                if question.name != WHERE:
+                    self._answers[token] = question, {"state": "waiting", "where": where}
+
+    def close(self, why: str) -> None:
+        """Refuse all requests, which no rank will take; wait for the last answers."""
+        while (question := self.take()) is not None:
+            self.tell(question, {"state": "refused", "why": why})
+        self._has_ended = True
+        self._due.set()
+        self._thread.join(_LAST)
 
     def _run(self) -> None:
         while not self._has_ended:
@@ -123,16 +121,15 @@ class Queries:
     def _look(self) -> None:
         names = [match for name in os.listdir(self._directory) if (match := _QUESTION.fullmatch(name))]
         there = {match[2] for match in names}
-        new = [self._read(match[1], match[2]) for match in names if match[2] not in self._seen]
+        new = [question for match in names if match[2] not in self._known and (question := self._read(*match.groups()))]
         with self._lock:
-            kept = {token: one for token, one in self._waiting.items() if token in there}
-            self._waiting = kept | {one.token: one for one in new if one is not None}
-        self._seen = there
+            kept = {token: question for token, question in self._waiting.items() if token in there}
+            self._waiting = kept | {question.token: question for question in new}
+        self._known = there
 
     def _read(self, name: str, token: str) -> Question | None:
-        bare = Question(name, token)
         try:
-            values = json.loads(read_bytes(self._directory / bare.file) or b"{}")
+            values = json.loads(read_bytes(self._directory / Question(name, token).file) or b"{}")
         except (OSError, ValueError, RecursionError):
             return None
         return Question(name, token, values) if isinstance(values, dict) else None

@@ -31,12 +31,10 @@ LOG = logging.getLogger("hpctrain")
 
 _HPCTRAIN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
-_TIMED = os.path.join(_HPCTRAIN, "ranks", "timed_gloo.py")
 _COMMUNICATION = (
     os.path.join(_TORCH, "distributed"),
     os.path.join(_HPCTRAIN, "mpi"),
     os.path.join(_HPCTRAIN, "base", "store"),
-    _TIMED,
 )
 FIRST_PARTY = re.compile("/hpctrain_(plugins|tools)/")
 """The files of first-party plugins and tools."""
@@ -189,8 +187,6 @@ def _operation(inner: Sequence[FrameType]) -> str:
     ]  # fmt: skip
     if not calls:
         last = inner[-1].f_code
-        if last.co_filename == _TIMED:  # a wait for an asynchronous operation of gloo's
-            return UNNAMED
         return f"{last.co_name} of {Path(last.co_filename).stem}"
     name = calls[-1].f_code.co_name
     tensor = next(filter(None, (_tensor(one.f_locals) for one in calls)), "")

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hpctrain.base.errors import name_ranks
 from hpctrain.contracts.identity import Identity
-from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
 from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, unfinished, worker_lines
 

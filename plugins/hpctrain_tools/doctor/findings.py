@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from hpctrain.base.errors import reason
-from hpctrain.mpi.errors import name_ranks
+from hpctrain.base.errors import name_ranks, reason
 
 State = Literal["ok", "warn", "fail"]
 STATES: tuple[State, ...] = ("ok", "warn", "fail")

@@ -23,8 +23,6 @@ _PACKAGES = ("mpi4py", "numpy", "pluggy", "pydantic", "h5py")
 def launcher(identity: Identity, nodes: int, environment: Mapping[str, str] = os.environ) -> Finding:
     """The launcher, the MPI library, and whether they make one world of the launcher's tasks."""
     where = f"{identity.size} rank{'s' * (identity.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
-    if identity.renumbered:
-        where += ", numbered by node (the launcher had dealt them out in turn)"
     if identity.source == "mpi":
         by = f", started by {name}" if (name := launcher_name(environment)) else ""
         pmi = pmi_name(environment) or "the launcher's own way"

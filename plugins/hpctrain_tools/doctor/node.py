@@ -23,11 +23,10 @@ from hpctrain.base.devices import (
     is_accelerator,
     unusable_accelerator,
 )
-from hpctrain.base.errors import reason
+from hpctrain.base.errors import reason, spans
 from hpctrain.base.safe_files import scratch_directory, temporary_place
 from hpctrain.base.store.server import files_needed
 from hpctrain.contracts.identity import Identity
-from hpctrain.mpi.errors import spans
 from hpctrain.ranks.binding import Binding
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, row_of
 

@@ -71,7 +71,7 @@ MESSAGES = {
     "the store's greeting, 1,000 times": (MAGIC + bytes(34)) * 1000,
     "the store's own greeting": MAGIC + os.urandom(34),
     "a proof of zeros": bytes(64),
-    "a message without a proof": bytes(64) + struct.pack(">IQ32s", 2**31, 0, bytes(32)) + b"set",
+    "a message without a proof": bytes(64) + struct.pack(">I", 2**31) + b"set",
 }
 
 
@@ -118,7 +118,7 @@ def greeted(address):
 
 
 def take_a_place(address, held):
-    """Speak the store's protocol with guessable secrets, and gloo's with rank numbers."""
+    """Speak the store's protocol with guessable secrets."""
     for name, secret in {"no secret": b"", "a secret of zeros": bytes(32), "the greeting as the secret": None}.items():
         try:
             one, nonce, introduction = greeted(address)
@@ -141,14 +141,6 @@ def take_a_place(address, held):
             note("opens the MUNGE credential", opened.stdout)
     except OSError:
         note("sends the server's nonce back")
-    for number in range(12):
-        try:
-            one = connect(address)
-            one.sendall(struct.pack("<q", number) + b"A" * 64)
-            held.append(one)
-        except OSError:
-            pass
-        note("takes a place in a gloo group")
 
 
 def flood(address, count):
