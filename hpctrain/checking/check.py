@@ -29,7 +29,6 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import build_on_meta
 from hpctrain.model.mesh import Layout, layout_of, plan_of
 from hpctrain.model.parameters import build_optimizer
-from hpctrain.model.trials import refuse_hidden_state
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.entry_points import entry_points
 from hpctrain.plugins.registry import Registry, build_registry
@@ -123,7 +122,6 @@ def _try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry
     """Build an optimizer for one parameter, and let it step."""
     try:
         build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
-        refuse_hidden_state(optimizer, partial(build_optimizer, optimizer))
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))

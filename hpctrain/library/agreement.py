@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import TrainingError
-from hpctrain.training.metrics import Figure, gather_row
+from hpctrain.training.figures import Figure, gather_row
 
 BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4
 # numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other

@@ -3,7 +3,6 @@ whose forwards leave no trace."""
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.torch_private import buffers_of
 from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
-from hpctrain.contracts.optimization import Optimizer
-from hpctrain.contracts.plugin import broken
 from hpctrain.plugins.user_code.model import UserModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -83,19 +80,6 @@ def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(one) for name, one in named.items()}
 
 
-def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:
-    """Raises ContractError for an optimizer that keeps state where no checkpoint finds it; does nothing if the trial fails."""
-    values, *gradients = _random(4)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            same = _goes_on_alike(build, values, gradients)
-    except Exception:  # a third party's optimizer may need a GPU, or other shapes
-        return
-    if not same:
-        found = "makes another step after its state and its groups' numbers were put into a new optimizer"
-        raise broken(plugin, found, "everything that lasts from step to step in `state` or in the groups")
-
-
 def updates_parts_alike(build: Build) -> bool:
     """Whether an optimizer changes half of a matrix as it changes that half within the whole, in two steps on random values.
 
@@ -127,26 +111,6 @@ def _changes(build: Build, values: Tensor, gradients: list[Tensor], count: int) 
             part.grad = share.clone()
         optimizer.step()
     return torch.cat([part.detach() for part in parts]) - values
-
-
-def _goes_on_alike(build: Build, values: Tensor, gradients: list[Tensor]) -> bool:
-    """Whether a new optimizer with the state of another one makes the same step."""
-    first = nn.Parameter(values.clone())
-    optimizer = build([{"params": [first], "lr": _LR}])
-    for gradient in gradients[:-1]:
-        first.grad = gradient.clone()
-        optimizer.step()
-    second = nn.Parameter(first.detach().clone())
-    other = build([{"params": [second], "lr": _LR}])
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    before = first.detach().clone()
-    for parameter, one in ((first, optimizer), (second, other)):
-        parameter.grad = gradients[-1].clone()
-        torch.default_generator.manual_seed(0)  # as a run seeds what a step draws
-        one.step()
-    difference, change = (first - second).abs().max(), (first - before).abs().max()
-    overflows = not change.isfinite()  # with a weight decay of 1e16, say: such numbers tell nothing
-    return overflows or bool(difference <= _TOLERANCE * change)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import time
@@ -32,8 +31,6 @@ class Deadline:
         """given: seconds from `begin` (on time.monotonic()) to the end of the job's time; None: it has all time."""
         self.is_near = False
         """Whether the training stops because of it."""
-        self.unseen = 0.0
-        """Seconds that what is compiled in the first evaluation may take: as long as the first step."""
         self._given, self._end = given or 0.0, None if given is None else begin + given
         self._save = min(_UNKNOWN_SAVE, _SHARE * self._given)
         self._turns: deque[float] = deque(maxlen=_STEPS)
@@ -49,17 +46,12 @@ class Deadline:
         self._turned = now
         return self.leaves_no(max(self._turns, default=0.0))
 
-    def leaves_no(self, seconds: float, reserve: float = _RESERVE) -> bool:
+    def leaves_no(self, seconds: float) -> bool:
         """Whether the time is over for something that takes so long, and a save after it."""
         if self._end is not None:
             slack = min(_SLACK, _SLACK_SHARE * self._given)
-            self.is_near = self.left < reserve * (seconds + self._save) + slack
+            self.is_near = self._end - time.monotonic() < _RESERVE * (seconds + self._save) + slack
         return self.is_near
-
-    @property
-    def left(self) -> float:
-        """Seconds; infinite without a limit."""
-        return math.inf if self._end is None else self._end - time.monotonic()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

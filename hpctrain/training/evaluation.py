@@ -20,8 +20,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.ranks.json_collectives import gather_values, sum_of
-from hpctrain.training.figures import RankFigures
-from hpctrain.training.metrics import Figure, gather_row
+from hpctrain.training.figures import Figure, RankFigures, gather_row
 from hpctrain.training.trained_model import TrainedModel
 
 _TAKEN = ("exit_code", "tokens", "samples")

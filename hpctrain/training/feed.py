@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import islice
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, TrainingError, UsageError, reason
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
-from hpctrain.contracts.model import Batch, ModelSpec
-from hpctrain.contracts.plugin import broken, named
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.plugin import named
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
@@ -195,36 +192,8 @@ def make_loader(
     pool: Pool, plan: Iterator[Planned], split: Callable[[Batch], Batch], job: Job, parts: Parts, device: torch.device
 ) -> Loader:
     """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
-    dtype = parts.precision.parameter_dtype
-    count, flops = partial(counted, parts.model), partial(flops_of, parts.model)
-    return Loader(pool, plan, split, count, device, dtype, job.batch.channels_last, flops)
-
-
-def counted(spec: ModelSpec, batch: Batch) -> int:
-    """The number of terms in the loss of a batch. Raises ContractError for what is no count, TrainingError if `count` fails."""
-    count = _answer(spec, "count", batch)
-    if not isinstance(count, Integral) or count < 0:
-        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
-    return int(count)
-
-
-def flops_of(spec: ModelSpec, batch: Batch) -> int | None:
-    """The model's operations on a batch. Raises ContractError for what is no count, TrainingError if `flops` fails."""
-    found = _answer(spec, "flops", batch)
-    if found is not None and (not isinstance(found, Real) or not 0 <= float(found) < math.inf):
-        raise broken(spec, f"counted {found!r} operations on a micro batch", "a number, zero or more, or None")
-    return None if found is None else int(float(found))
-
-
-def _answer(spec: ModelSpec, method: str, batch: Batch) -> Any:
-    """The model's answer about a batch. Raises TrainingError if it fails."""
-    try:
-        return getattr(spec, method)(batch)
-    except (HpctrainError, MemoryError):
-        raise
-    except Exception as error:
-        why = f"[model] name = {spec.name!r}: its `{method}` failed on a micro batch: {reason(error)}"
-        raise TrainingError(why) from error
+    spec, dtype = parts.model, parts.precision.parameter_dtype
+    return Loader(pool, plan, split, spec.count, device, dtype, job.batch.channels_last, spec.flops)
 
 
 def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:

@@ -1,25 +1,23 @@
 """Metrics of the training: the rows of steps and evaluations, and what they are made of.
 
-The docstrings of the rows' fields are the page docs/metrics.md (tests/metrics_page.py).
+The rows are filled in training/step.py and training/loop.py. The docstrings of their fields are the page docs/metrics.md
+(tests/metrics_page.py); one that begins with "Key" names the keys of a field that is none itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.base.devices import is_accelerator, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
+from hpctrain.training.figures import Figure
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(TypedDict):
     """The position of the training at which a row is made."""
 
     step: int
@@ -32,8 +30,7 @@ class Moment:
     """Seconds since 1970."""
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
+class MeasuredRow(TypedDict, total=False):
     """The keys of a step's row that say how the machine did. Times, rates and loads are those of a step, not of the run."""
 
     seconds: Mapping[str, float]
@@ -42,15 +39,15 @@ class MeasuredRow:
     `communication` is what computing does not hide. On accelerators it is the time of the step before, and communication inside of
     forward and backward counts there."""
 
-    straggler: Mapping[str, Any] | None
+    straggler: Mapping[str, Any]
     """The rank that the others wait for: `rank`, `node`, `cause` ("data", "compute", "save" or "host") and `excess_seconds`, by
     which it takes longer than the others in a step; absent if there is none."""
 
-    model_flops_per_second: float | None
+    model_flops_per_second: float
     """Floating-point operations per second of all ranks together, as the model needs them: `ModelSpec.flops`, else three times what
     torch counts in the forwards of the first step. What is computed again doesn't count. Absent if nobody has counted."""
 
-    mfu: float | None
+    mfu: float
     """The same as a share of what the accelerators' vendor states for the dtype of products, for fp8 that of 16 bits (Chowdhery et
     al., "PaLM", 2022); absent on CPUs and unknown accelerators."""
 
@@ -59,20 +56,8 @@ class MeasuredRow:
     `rank_mean`: of an accelerator the peak since the row before, what tensors take now, what torch holds, and of that what it can't
     use because tensors split it; the process's memory now. On CPUs `memory_bytes` is the process's peak so far."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The keys of the row."""
-        found: dict[str, Any] = {
-            "seconds": dict(self.seconds),
-            "straggler": None if self.straggler is None else dict(self.straggler),
-            "model_flops_per_second": self.model_flops_per_second,
-            "mfu": self.mfu,
-            **{f"{kind}_bytes": dict(values) for kind, values in self.memory.items()},
-        }
-        return {key: value for key, value in found.items() if value not in (None, {})}
 
-
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(TypedDict, total=False):
     """The metrics of one optimizer step of all ranks."""
 
     loss: float
@@ -104,7 +89,7 @@ class StepRow:
     """The smallest and the largest mean of a rank's own part of the batch, `rank_min` and `rank_max`; absent if one
     rank has all."""
 
-    loss_scale: float | None
+    loss_scale: float
     """The factor on the loss of a precision that scales it; absent for others."""
 
     measured: MeasuredRow
@@ -120,29 +105,6 @@ class StepRow:
     of_guard: Mapping[str, Any]
     """Keys `guard`, `skipped_steps` and `rollbacks`: the guard that found something in the step, how many updates were left out in
     the run, and how often this process went back to a checkpoint. Absent until there is such an event."""
-
-    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
-        """The row as metrics.jsonl has it. counts: "tokens" or "samples". Raises TrainingError for a key that is there twice."""
-        row = {
-            **vars(moment),
-            "loss": self.loss,
-            "lr": self.lr,
-            "grad_norm": self.grad_norm,
-            counts: self.count,
-            "step_seconds": self.step_seconds,
-            f"{counts}_per_second": self.per_second,
-            f"{counts}_per_second_per_rank": self.per_second / self.ranks,
-            **({"rank_loss": dict(self.rank_loss)} if self.rank_loss else {}),
-            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale}),
-            **self.measured.as_dict(),
-            **self.of_runner,
-            **({"skipped": True} if self.skipped else {}),
-            **self.of_guard,
-        }
-        taken = [name for name in self.named_losses if name in row or name in _SOMETIMES]
-        if taken:
-            raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
-        return {**row, **self.named_losses}
 
 
 class OwnRow(TypedDict, total=False):
@@ -168,14 +130,7 @@ class OwnRow(TypedDict, total=False):
     """The bandwidth that rank 0's operations on an axis achieved: bytes of their input to their running time."""
 
 
-# keys that some rows have
-_SOMETIMES = {*OwnRow.__annotations__, *MeasuredRow.__annotations__} - {"memory"} | {
-    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks"
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
+class EvaluationRow(TypedDict):
     """The metrics of one evaluation of all ranks."""
 
     measured: Mapping[str, float]
@@ -185,31 +140,19 @@ class EvaluationRow:
     count: int
     """Key `evaluation_tokens` or `evaluation_samples`: what the loss is a mean over."""
 
-    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
-        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
-        measured = {f"evaluation_{name}": value for name, value in self.measured.items()}
-        return {**vars(moment), **measured, f"evaluation_{counts}": self.count}
+
+# keys that some rows have
+_SOMETIMES = {*OwnRow.__annotations__, *MeasuredRow.__annotations__} - {"memory"} | {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks"
+}  # fmt: skip
 
 
-Figure: TypeAlias = float | Tensor
-"""A number, or a scalar tensor that may be on a device that has not computed it yet."""
-
-
-def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:
-    """Every rank's `values`, equal on all ranks. Waits for `device` once, at the end."""
-    if dist.get_world_size() == 1 and not is_accelerator(device):
-        return [[float(value) for value in values]]
-    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
-    mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            mine[place] = value
-    if dist.get_world_size() == 1:
-        return [mine.tolist()]
-    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
-    dist.all_gather_single(everyone, mine[None])
-    found: list[list[float]] = everyone.tolist()
-    return found
+def with_named_losses(row: dict[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
+    """A step's row with the losses by name. Raises TrainingError for the name of a key of any row."""
+    taken = [name for name in losses if name in row or name in _SOMETIMES]
+    if taken:
+        raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
+    return {**row, **losses}
 
 
 class NamedLosses:

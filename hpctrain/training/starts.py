@@ -23,13 +23,12 @@ import torch
 from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.launcher_variables import TYPED, launcher_name
-from hpctrain.base.safe_files import STARTS, open_to_change, read_bytes
+from hpctrain.base.safe_files import STARTS, open_to_change
 from hpctrain.contracts.identity import Identity
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
 _GIT_SECONDS = 3.0
-_FIRST = "first_step_seconds"
 
 
 def note_start(
@@ -51,19 +50,6 @@ def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
     _append(
         output_dir, {"time": _written(time.time()), "back_to_step": step, "lost_steps": steps, "lost_seconds": seconds}
     )
-
-
-def note_first_step(output_dir: Path, seconds: float) -> None:
-    """Append a line with the time of this start's first step, in which kernels were compiled."""
-    _append(output_dir, {_FIRST: seconds})
-
-
-def first_step_seconds(output_dir: Path) -> float | None:
-    """The time of the first step of the newest start that has noted it."""
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # others may have written it
-        lines = read_bytes(output_dir / STARTS).decode().splitlines()
-        return float(json.loads([line for line in lines if f'"{_FIRST}"' in line][-1])[_FIRST])
-    return None
 
 
 def _append(output_dir: Path, content: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.training.metrics import Figure
+from hpctrain.training.figures import Figure
 
 _EVERY, _FIRST = 50, (2, 10)  # steps between two glances, and those of the first two
 _SHOWN = 4  # the most ranks that a sentence names

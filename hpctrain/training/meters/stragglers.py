@@ -6,7 +6,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
 from hpctrain.training.meters.clock import PARTS
 
@@ -36,10 +35,6 @@ class Straggler:
     node: str
     cause: str
     excess_seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """The value in a row of metrics."""
-        return vars(self)
 
 
 class _Window:
