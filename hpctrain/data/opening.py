@@ -19,7 +19,7 @@ from hpctrain.data.refusals import (
     STREAM,
     refuse_epochs,
     refuse_last_batches,
-    refuse_mixture,
+    refuse_late_phases,
     refuse_other_kind,
     refuse_too_long,
     refuse_uneven,
@@ -116,7 +116,10 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
         raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
     mixture = samples.mixture()
     if mixture is not None:
-        refuse_mixture(job, mixture, len(samples), weights)
+        refuse_late_phases(job, mixture)
+        for part in mixture.parts:
+            if part.weights is not None:
+                refuse_weights(job, part.weights, part.count)
         fingerprint = f"{fingerprint} mixture {_digest_of(mixture)}"
         if len(mixture.phases) > 1:  # they are counted in batches of this size
             fingerprint = f"{fingerprint} in batches of {job.batch.size}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -127,33 +126,14 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
         raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
 
 
-def refuse_mixture(job: Job, mixture: Mixture, samples: int, weights: Weights | None) -> None:
-    """UsageError for parts that are not all samples, for shares that are none, and for phases that can't be counted."""
-    parts, phases = mixture.parts, mixture.phases
-    steps = [step for step, _ in phases]
-    wrong = {
-        "weights of the samples besides": weights is not None,
-        f"parts of {[part.count for part in parts]} samples": sum(part.count for part in parts) != samples
-        or any(part.count < 1 for part in parts),
-        f"phases from the steps {steps}": steps[:1] != [0] or steps != sorted(set(steps)),
-        f"the shares {[list(shares) for _, shares in phases]}": not all(
-            len(shares) == len(parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf for _, shares in phases
-        ),
-    }
-    if job.batch.tokens is not None and steps[-1:] > [COUNTED_STEPS]:
+def refuse_late_phases(job: Job, mixture: Mixture) -> None:
+    """UsageError for a mixture whose phases can't be counted."""
+    last = mixture.phases[-1][0]
+    if job.batch.tokens is not None and last > COUNTED_STEPS:
         raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: a phase begins at step {steps[-1]:,}, and batches by tokens are counted up to "
+            f"[dataset] name = {job.dataset.name!r}: a phase begins at step {last:,}, and batches by tokens are counted up to "
             f"step {COUNTED_STEPS:,} at the start; use [batch] global_size"
         )
-    found = next((told for told, is_wrong in wrong.items() if is_wrong), None)
-    if found is not None:
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: found a mixture with {found}; expected parts that are the {samples} samples, "
-            "phases from step 0 on, and in each a share for every part, none below 0 and one above"
-        )
-    for part in parts:
-        if part.weights is not None:
-            refuse_weights(job, part.weights, part.count)
 
 
 def refuse_weights(job: Job, weights: Weights, samples: int) -> None:

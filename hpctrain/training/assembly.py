@@ -11,7 +11,6 @@ from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.gradients import GradientReducer
@@ -116,30 +115,16 @@ def complete(
         report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.newest})")
-        for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
-            report.say(f"schedule     {sentence}")
+        before = progress.steps_before
+        if before not in (None, progress.steps) and not progress.done:  # lr may jump here
+            report.say(
+                f"schedule     {parts.schedule.name} spans {progress.steps} steps now and spanned {before} before"
+            )
     if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
         report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; "
                    "[model] sync_batch_norm = true takes those of all ranks")  # fmt: skip
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
-
-
-def changed_schedule(schedule: Schedule, progress: Progress, epochs: int | None) -> list[str]:
-    """A sentence if the schedule spans other steps than before the resume, and its factor on lr is another one for that."""
-    before, now, last = progress.steps_before, progress.steps, progress.step - 1
-    if before is None or before == now or progress.done:
-        return []
-    if epochs is not None:
-        return [f"{schedule.name} spans {epochs} epochs, to step {now}; the run before was to end at step {before}"]
-    places = range(min(before, now), 0, -max(1, min(before, now) // 1000))
-    if all(schedule.factor(place - 1, before) == schedule.factor(place - 1, now) for place in places):
-        return []
-    was, is_now = (schedule.factor(last, steps) for steps in (before, now))
-    return [
-        f"{schedule.name} spans {now} steps now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
-        f"and is {is_now:.3g}"
-    ]
 
 
 def describe(session: Session, reads: bool) -> dict[str, str]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 
 from hpctrain.contracts.identity import Identity
 
@@ -18,8 +16,6 @@ _RESERVE = 1.5
 _STEPS = 10
 # seconds left for the first save, but at most this share of all time
 _UNKNOWN_SAVE, _SHARE = 60.0, 0.1
-# seconds for squeue; a busy controller may take longer, and signals come nevertheless
-_ANSWERING = 10.0
 # seconds left for all else, and the most of them as a share of all time
 _SLACK, _SLACK_SHARE = 5.0, 0.05
 
@@ -85,16 +81,6 @@ def deadline_of(
 
 
 def end_time(environment: Mapping[str, str] = os.environ) -> float | None:
-    """The time at which Slurm ends this job, in seconds since 1970; None outside of Slurm, without a limit, or if Slurm does
-    not answer."""
-    known, job = environment.get("SLURM_JOB_END_TIME", ""), environment.get("SLURM_JOB_ID")
-    if known.isdigit():  # since Slurm 22.05 in batch scripts and steps, if the site's is that new
-        return float(known)
-    if job is None:
-        return None
-    try:
-        words = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWERING, stdin=subprocess.DEVNULL)
-        return datetime.fromisoformat(answer.stdout.strip()).timestamp()
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    """The time at which Slurm (22.05 or newer) ends this job, in seconds since 1970; None outside of Slurm or without a limit."""
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() else None

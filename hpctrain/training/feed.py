@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import named
-from hpctrain.data.batches import Batches
+from hpctrain.data.batches import Batches, Place
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan, Planned
@@ -24,8 +24,8 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
 
 if TYPE_CHECKING:
+    from hpctrain.data.streams import StreamPlaces
     from hpctrain.data.tokens import TokenPlan
-    from hpctrain.training.stream_places import StreamPlaces
 
 # the most ranks that a message about different data names
 _SHOWN = 4
@@ -61,7 +61,7 @@ class Feed:
         self._loader: Loader | None = None
         self._places: StreamPlaces | None = None
         if isinstance(self._training, Stream):
-            from hpctrain.training.stream_places import StreamPlaces  # here and below: most data is no stream
+            from hpctrain.data.streams import StreamPlaces  # here and below: most data is no stream
 
             self._places = StreamPlaces(self._training, rank, ranks, workers_of(job, self._training))
 
@@ -142,12 +142,10 @@ class Feed:
     def _training_pool(self, progress: Progress) -> Pool:
         if self._places is None:
             return make_pool(self._job, self._parts, self._training)
-        from hpctrain.data.streams import TrainedStream
-
-        assert isinstance(self._training, Stream)
-        reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
         collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
-        batches = TrainedStream(self._training, collate, self._job.job.seed, reading, named(self._parts.dataset, False))
+        seed, name = self._job.job.seed, named(self._parts.dataset, with_version=False)
+        done = progress.step * self.plan.micro_batches
+        batches = self._places.batches(collate, seed, name, progress.samples_seen, done)
         return Pool(batches, self._places.workers, table.prefetch, table.start_method)
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
@@ -163,9 +161,9 @@ class Feed:
         self._note_places()
         return None if self._places is None else self._places.values()
 
-    def restore_stream(self, values: Mapping[str, Any] | None) -> str:
-        """Continue a stream from a checkpoint's values; return a sentence for the screen, or ""."""
-        return "" if self._places is None or values is None else self._places.restore(values)
+    def restore_stream(self, shards: int, places: Sequence[Place]) -> str:
+        """Continue a stream from a checkpoint's places of its readers; return a sentence for the screen, or ""."""
+        return "" if self._places is None else self._places.restore(shards, places)
 
     def _note_places(self) -> None:
         if self._places is not None and self._loader is not None:
