@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.torch_private import buffers_of
-from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
+from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, trained_loss
 from hpctrain.plugins.user_code.model import UserModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -68,11 +68,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _repeated(value: Any, count: int) -> Any:
     """The first row of each tensor, `count` times."""
-    if isinstance(value, Tensor):
-        return torch.cat([value.detach()[:1]] * count)
-    if isinstance(value, dict):
-        return {key: _repeated(one, count) for key, one in value.items()}
-    return type(value)(_repeated(one, count) for one in value)
+    return map_tensors(lambda one: torch.cat([one.detach()[:1]] * count), value)
 
 
 def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:

@@ -134,7 +134,7 @@ def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
     )
     job.tables |= {"dataset": {"name": "mine:data"}, "batch": {"tokens": 64, "micro_tokens": 16}}
     job.write()
-    refused(check(), 2, "the dataset 'mine:data' does not say how many tokens its samples have (lengths)")
+    refused(check(), 2, "the samples of 'mine:data' are of unknown length")
 
 
 def test_ids_that_the_model_does_not_have(job: JobFile) -> None:

@@ -65,12 +65,11 @@ def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
         return "as many steps in a row were left out as [guard] limit allows"
     if verdict.action == "rollback" and not saved:
         return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
-    key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
-    remedy = "mend the samples, or leave them out of the data"
-    if not faulty:
-        remedy = "try a smaller lr, [optimizer] clip_norm or another precision"
+    others = "try a smaller lr, [optimizer] clip_norm or another precision"
+    remedy = "mend the samples, or leave them out of the data" if faulty else others
     if verdict.action == "rollback":
         return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
+    key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
     return f'{remedy}; [guard] {key} = "skip" leaves such updates out'
 
 
