@@ -89,16 +89,10 @@ def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
     fail in the first step."""
     multiple = sequence_multiple(job, parts)
     if length % multiple:
-        sizes = {name: job.parallelism[name].size for name in parts.parallelism}
-        cutting = [
-            f"{name} = {n}"
-            for name, n in sizes.items()
-            if parts.parallelism[name].sequence_multiple(n, parts.model) > 1
-        ]
+        sizes = ", ".join(f"{name} = {job.parallelism[name].size}" for name in parts.parallelism)
         raise UsageError(
-            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
-            f"{' with '.join(cutting)} cuts sequences into equal parts; expected a multiple of {multiple}, such as "
-            f"{max(multiple, length - length % multiple)}"
+            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] {sizes} cuts "
+            f"sequences into equal parts; expected a multiple of {multiple}, such as {max(multiple, length - length % multiple)}"
         )
 
 
@@ -110,20 +104,18 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
     length, multiple = int(lengths[index]), sequence_multiple(job, parts)
     size = padded(length, multiple)
     with_filling = f" ({size} when padded to a multiple of {multiple})" if size > length else ""
-    found = f"sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}"
-    room, spec = capacity(job, parts), parts.model
-    if isinstance(spec, TokenModel) and size > spec.max_seq_length:
-        raise UsageError(
-            f"[batch] tokens: {found}, but the model's max_seq_length is {spec.max_seq_length}; raise that, or cut samples with "
-            "a smaller [dataset] seq_length"
-        )
-    if size > room or length > (job.batch.tokens or 0):
-        what = (
-            f"micro_tokens: {found}, but a forward takes {room}"
-            if size > room
-            else f"tokens: {found}, but a step takes fewer"
-        )
-        raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
+    spec = parts.model
+    limits = [
+        (size, capacity(job, parts), "a forward takes (micro_tokens)"),
+        (length, job.batch.tokens or 0, "a step takes (tokens)"),
+        (size, spec.max_seq_length if isinstance(spec, TokenModel) else size, "the model takes (max_seq_length)"),
+    ]
+    for wanted, most, what in limits:
+        if wanted > most:
+            raise UsageError(
+                f"[batch] tokens: sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}, but {what} {most}; raise "
+                "that, or cut samples with a smaller [dataset] seq_length"
+            )
 
 
 def refuse_late_phases(job: Job, mixture: Mixture) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.errors import ContractError, TrainingError, UsageError, reason
 from hpctrain.contracts.metric import Metric, RunningMetric, as_number
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
@@ -19,6 +19,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.plugins.blame import is_communication
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.figures import Figure, RankFigures, gather_row
 from hpctrain.training.trained_model import TrainedModel
@@ -65,18 +66,32 @@ def evaluate(
 
     None if `asking` has found that a rank has to stop.
     """
+    try:
+        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
+        if asking is not None:
+            micro_batches = asking.until_stopped(micro_batches)
+        return measure(model, parts, micro_batches, asking)
+    finally:
+        loader.close()
+
+
+def measure(
+    model: TrainedModel,
+    parts: Parts,
+    micro_batches: Iterable[MicroBatch],
+    asking: Asking | None = None,
+    failed: list[str] | None = None,
+) -> tuple[dict[str, float], int] | None:
+    """What `evaluate` gives, for these micro batches. Collective.
+
+    failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
+    """
     running = [metric.start() for metric in parts.metrics]
 
     def see(outputs: Any, batch: Batch) -> None:
         show(parts, running, outputs, batch)
 
-    try:
-        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
-        if asking is not None:
-            micro_batches = asking.until_stopped(micro_batches)
-        loss_sum, count = model.runner.evaluate(micro_batches, see)
-    finally:
-        loader.close()
+    loss_sum, count = model.runner.evaluate(micro_batches, see)
     if asking is not None and asking.level:
         model.named_losses.forget()
         return None
@@ -90,15 +105,33 @@ def evaluate(
     found = {"loss": total / terms, **means}
     if running:
         mine = [
-            {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}
-            for one in running
+            _computed(metric, one, model.batch_group, failed)
+            for metric, one in zip(parts.metrics, running, strict=True)
         ]
-        everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
-        having = [values for counted, values in everyone if counted]
+        everyone: list[tuple[int, list[dict[str, float]], list[str]]] = gather_values((count, mine, failed or []))
+        if failed is not None:
+            failed[:] = dict.fromkeys(why for _, _, whys in everyone for why in whys)
+            if failed:
+                return None
+        having = [values for counted, values, _ in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             _refuse_different_values(metric, of_ranks)
         add_measured(found, having[0], parts.model.counts)
     return found, int(terms)
+
+
+def _computed(
+    metric: Metric, running: RunningMetric, group: dist.ProcessGroup, failed: list[str] | None
+) -> dict[str, float]:
+    """The metric's values; none with a sentence for `failed`, if that is given: an area under a curve needs two classes, say."""
+    try:
+        values = running.compute(group)
+    except Exception as error:
+        if failed is None or isinstance(error, ContractError) or is_communication(error.__traceback__):
+            raise
+        failed.append(f"[[metric]] {metric.name} has no value after one micro batch: {reason(error).splitlines()[0]}")
+        return {}
+    return {name: as_number(f"[[metric]]: {name!r}", value) for name, value in values.items()}
 
 
 def _refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:

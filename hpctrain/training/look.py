@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from hpctrain.base.errors import ContractError, reason
 from hpctrain.base.torch_private import is_compiled_module
-from hpctrain.contracts.metric import RunningMetric
-from hpctrain.contracts.model import Batch
-from hpctrain.contracts.runner import MicroBatch
 from hpctrain.model.trials import without_trace
-from hpctrain.plugins.blame import is_communication
-from hpctrain.ranks.json_collectives import gather_values, sum_of
-from hpctrain.training.evaluation import add_measured, refuse_unmeasured, show
+from hpctrain.ranks.json_collectives import sum_of
+from hpctrain.training.evaluation import measure, refuse_unmeasured
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session
 
@@ -41,13 +34,25 @@ def look(session: Session) -> None:
         position.inside("evaluation", session.progress.step),
         memory_explained(job, parts, session.identity, session.device, doing),
     ):
-        micro = _first(session)
-        if sum_of(micro is None):  # a stream that is too short: its evaluation says so
+        loader = session.feed.validation_loader(micro_batches=1)
+        try:
+            micro = next(loader, None)
+        finally:
+            loader.close()
+        if sum_of(
+            micro is None or not micro.terms
+        ):  # a short stream, or no label: some metrics need samples on each rank
             return
         assert micro is not None
         position.move("evaluation")
-        names = _measured(session, micro)
-    if names is not None:
+        failed: list[str] = []
+        with kept_weights(session), without_trace(session.model.module, session.device):
+            measured = measure(session.model, parts, [micro], failed=failed)
+        session.model.named_losses.forget()
+    for why in failed:
+        session.report.say(f"look         {why}")
+    if measured is not None:
+        names = list(measured[0])
         refuse_unmeasured(job, names)
         session.hooks.call("hpctrain_measured", names=names)
 
@@ -55,14 +60,6 @@ def look(session: Session) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has made a module or a forward of it."""
     return any(is_compiled_module(one) for one in module.modules())
-
-
-def _first(session: Session) -> MicroBatch | None:
-    loader = session.feed.validation_loader(micro_batches=1)
-    try:
-        return next(loader, None)
-    finally:
-        loader.close()
 
 
 @contextmanager
@@ -76,48 +73,3 @@ def kept_weights(session: Session) -> Iterator[None]:
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
         session.model.refresh()
-
-
-def _measured(session: Session, micro: MicroBatch) -> list[str] | None:
-    """The names of what an evaluation measures; None where one micro batch does not tell. Collective."""
-    model, parts = session.model, session.parts
-    running = [metric.start() for metric in parts.metrics]
-    shown: list[bool] = []
-
-    def see(outputs: Any, batch: Batch) -> None:
-        show(parts, running, outputs, batch)
-        shown.append(True)
-
-    with kept_weights(session), without_trace(model.module, session.device):
-        model.runner.evaluate([micro], see)
-    losses = model.named_losses.forget()
-    if sum_of(not micro.counts):  # some metrics need samples on each rank
-        return None
-    everyone: list[tuple[bool, list[list[str]], list[str], list[str]]]
-    everyone = gather_values((bool(shown), *_computed(session, running), losses))
-    failed = dict.fromkeys(why for _, _, whys, _ in everyone for why in whys)
-    for why in failed:
-        session.report.say(f"look         {why}")
-    if failed:
-        return None
-    found = {"loss": math.nan, **{name: math.nan for *_, names in everyone for name in names}}
-    measured = next(names for has_outputs, names, *_ in everyone if has_outputs)
-    add_measured(found, [dict.fromkeys(names, math.nan) for names in measured], parts.model.counts)
-    return list(found)
-
-
-def _computed(session: Session, running: list[RunningMetric]) -> tuple[list[list[str]], list[str]]:
-    """Each metric's names, and sentences about those that fail: one that sees one class only may not be defined."""
-    names: list[list[str]] = []
-    failed: list[str] = []
-    for metric, one in zip(session.parts.metrics, running, strict=True):
-        try:
-            names.append(list(one.compute(session.model.batch_group)))
-        except ContractError:
-            raise
-        except Exception as error:
-            if is_communication(error.__traceback__):
-                raise
-            why = reason(error).partition("\n")[0]
-            failed.append(f"[[metric]] {metric.name} has no value after one micro batch: {why}")
-    return names, failed

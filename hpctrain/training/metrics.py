@@ -169,10 +169,9 @@ class NamedLosses:
         for name, value in losses.items():
             self._mine[name] = self._mine.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.detach()
 
-    def forget(self) -> list[str]:
-        """Drop what was added on this rank; return its names."""
-        names, self._mine = list(self._mine), {}
-        return names
+    def forget(self) -> None:
+        """Begin anew, also with the names."""
+        self._mine, self._names = {}, None
 
     def figures(self) -> list[Figure]:
         """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.

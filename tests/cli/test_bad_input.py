@@ -127,7 +127,7 @@ def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
     refused(
         check(),
         2,
-        "[batch] micro_tokens: sample 0 of 'synthetic' has 8 tokens, but a forward takes 6; raise it, or cut",
+        "[batch] tokens: sample 0 of 'synthetic' has 8 tokens, but a forward takes (micro_tokens) 6; raise that, or cut",
     )
     (job.directory / "mine.py").write_text(
         "def data(split):\n    return [{'input_ids': 1}] if split == 'train' else None\n"
