@@ -23,7 +23,6 @@ from mpi4py import MPI
 import hpctrain
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.meters.meters import Meters
-from hpctrain.training.metrics import OwnRow
 from hpctrain.training.report import Report
 
 PARTS = 3
@@ -53,9 +52,9 @@ class Turns:
             turns.own[-1] += time.perf_counter() - begin
             return found
 
-        def traffic(meters: Meters) -> OwnRow:
+        def traffic(meters: Meters) -> dict[str, Any]:
             begin = time.perf_counter()
-            found = turns._traffic(meters) if turns.is_on else OwnRow()
+            found = turns._traffic(meters) if turns.is_on else {}
             turns.own[-1] += time.perf_counter() - begin
             return found
 

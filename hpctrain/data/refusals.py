@@ -113,8 +113,8 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
     for wanted, most, what in limits:
         if wanted > most:
             raise UsageError(
-                f"[batch] tokens: sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}, but {what} {most}; raise "
-                "that, or cut samples with a smaller [dataset] seq_length"
+                f"[batch] tokens: sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}, but {what} {most}; "
+                "raise that, or cut samples with a smaller [dataset] seq_length"
             )
 
 

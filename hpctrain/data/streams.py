@@ -18,8 +18,7 @@ from hpctrain.base.json_values import decode, encode
 from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.contracts.model import Batch
-from hpctrain.data.batches import Loaded, Place, collated, name_of_batch
-from hpctrain.data.items import refuse_reused_memory, snapshot
+from hpctrain.data.batches import Loaded, Place, collated, name_of_batch, refuse_reused_memory, snapshot
 from hpctrain.data.plan import Planned
 from hpctrain.ranks.json_collectives import gather_values
 

@@ -18,9 +18,9 @@ from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.model.refusals import has_batch_norms
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
+from hpctrain.training.evaluation import is_compiled
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import is_compiled
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report

@@ -1,8 +1,8 @@
-"""The figures that ranks exchange of a step: losses, the gradient's norm, memory, times, requests to stop."""
+"""The figures that ranks exchange of a step: losses, also by name, the gradient's norm, memory, times, requests to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -12,6 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.base.devices import is_accelerator, to_device
+from hpctrain.base.errors import TrainingError
+from hpctrain.ranks.json_collectives import gather_values
+
+# keys that only some rows of a step have, for which losses can't be called either
+_SOMETIMES = {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
+    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
+}  # fmt: skip
 
 T = TypeVar("T")
 _LEFT_OUT: Any = 0.0
@@ -103,3 +111,51 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
     dist.all_gather_single(everyone, mine[None])
     rows: list[list[float]] = everyone.tolist()
     return rows
+
+
+class NamedLosses:
+    """Collects on this rank what the losses of a dict come to, until they are summed."""
+
+    def __init__(self, share: float) -> None:
+        """share: the weight of this rank's losses: 0 if another rank counts the same ones."""
+        self._share = share
+        self._mine: dict[str, Tensor] = {}
+        self._names: list[str] | None = None
+
+    def add(self, losses: Mapping[str, Tensor]) -> None:
+        """The losses of one micro batch, each a scalar."""
+        for name, value in losses.items():
+            self._mine[name] = self._mine.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.detach()
+
+    def forget(self) -> None:
+        """Begin anew, also with the names."""
+        self._mine, self._names = {}, None
+
+    def figures(self) -> list[Figure]:
+        """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
+
+        The names are those of the first call, which is collective: only ranks with the model's outputs know them. Raises
+        TrainingError for other names.
+        """
+        mine, self._mine = self._mine, {}
+        if self._names is None:
+            self._names = list(dict.fromkeys(name for names in gather_values(list(mine)) for name in names))
+        new = [name for name in mine if name not in self._names]
+        if new:
+            raise TrainingError(
+                f"the model reports {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
+            )
+        return [mine[name] * self._share if name in mine else 0.0 for name in self._names]
+
+    def means(self, figures: Sequence[Sequence[float]], count: float) -> dict[str, float]:
+        """Each name's sum over all ranks' `figures` divided by `count`."""
+        sums = [sum(column) for column in zip(*figures, strict=True)]
+        return {name: value / count for name, value in zip(self._names or [], sums, strict=True)}
+
+
+def with_named_losses(row: dict[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
+    """A step's row with the losses by name. Raises TrainingError for the name of a key of any row."""
+    taken = [name for name in losses if name in row or name in _SOMETIMES]
+    if taken:
+        raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
+    return {**row, **losses}

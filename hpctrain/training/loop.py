@@ -11,10 +11,9 @@ from typing import Any
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
-from hpctrain.training.evaluation import Ask, Asking, evaluate, refuse_unmeasured
+from hpctrain.training.evaluation import Ask, Asking, evaluate, look, refuse_unmeasured
 from hpctrain.training.figures import gather_row
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import look
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
 from hpctrain.training.step import (

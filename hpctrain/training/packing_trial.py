@@ -18,8 +18,8 @@ from hpctrain.data.shapes import Packing, Padding, make_collation, ranks_of_a_sa
 from hpctrain.model.trials import without_trace
 from hpctrain.plugins.blame import users_code
 from hpctrain.ranks.json_collectives import sum_of
+from hpctrain.training.evaluation import kept_weights
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import kept_weights
 from hpctrain.training.session import Session
 
 LOG = logging.getLogger("hpctrain")

@@ -21,9 +21,8 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
-from hpctrain.training.figures import Figure, RankFigures
+from hpctrain.training.figures import Figure, RankFigures, with_named_losses
 from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
-from hpctrain.training.metrics import Moment, OwnRow, with_named_losses
 from hpctrain.training.restoring import roll_back
 from hpctrain.training.saving import finish_saving
 from hpctrain.training.session import Session
@@ -165,7 +164,7 @@ class Steps:
         session.hooks.step_done()
         if any(one.request for one in ranks):
             take_request(session)
-        own: OwnRow = session.meters.traffic()
+        own: dict[str, Any] = session.meters.traffic()
         if session.store.drain_seconds:
             own["drain_seconds"], session.store.drain_seconds = session.store.drain_seconds, 0.0
         session.report.row({**self.row, **own}, progress.steps, session.parts.model.counts, remark)
@@ -267,8 +266,8 @@ def show_model(session: Session, hook: str, **arguments: Any) -> None:
     session.hooks.call(hook, model=session.model, **arguments)
 
 
-def moment(session: Session) -> Moment:
-    """The position of the training now."""
+def moment(session: Session) -> dict[str, Any]:
+    """The keys of each row that say where the training is now."""
     epoch = session.feed.epochs(session.progress.samples_seen)
     return {"step": session.progress.step, "epoch": epoch, "time": time.time()}
 

@@ -37,8 +37,8 @@ from hpctrain.model.trials import Build, try_loss, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.reference import is_reference
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
+from hpctrain.training.figures import NamedLosses
 from hpctrain.training.guard.judging import Guard
-from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner
 

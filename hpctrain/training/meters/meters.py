@@ -21,7 +21,6 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.figures import RankFigures
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
-from hpctrain.training.metrics import OwnRow
 
 if TYPE_CHECKING:
     from hpctrain.training.meters.stragglers import Stragglers
@@ -74,8 +73,8 @@ class Meters:
         return {"times": times, "own_times": own_times, "operations": operations, "memory": memory}
 
     def row(self, ranks: Sequence[RankFigures[float]], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
-        """The keys of MeasuredRow in a step that took so many seconds, None where there is no value. tell: is given a sentence
-        about a slow rank, once."""
+        """The measurements of a step that took so many seconds, by their keys, None where there is no value. tell: is given a
+        sentence about a slow rank, once."""
         times = [one.times for one in ranks]
         slow = None
         if self._stragglers is not None:
@@ -95,7 +94,7 @@ class Meters:
             },
         }
 
-    def traffic(self) -> OwnRow:
+    def traffic(self) -> dict[str, dict[str, float]]:
         """This rank's tables of its communication since the last call."""
         return self._traffic.take()
 
@@ -158,7 +157,7 @@ class Traffic:
         self._before = dict[tuple[str, str], OperationStatistics]()
         self.take()
 
-    def take(self) -> OwnRow:
+    def take(self) -> dict[str, dict[str, float]]:
         """The tables of a row, each by "AXIS.OPERATION"; none without operations."""
         now = {(group, name): one for group, found in statistics().groups.items() for name, one in found.items()}
         exposed, hidden, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -176,11 +175,5 @@ class Traffic:
             if seconds > 0 and place in self._axes:
                 speeds[key] = (one.bytes - before.bytes) / seconds
         self._before = now
-        found = OwnRow()
-        if exposed:
-            found["exposed_seconds"] = exposed
-        if hidden:
-            found["hidden_seconds"] = hidden
-        if speeds:
-            found["bytes_per_second"] = speeds
-        return found
+        found = {"exposed_seconds": exposed, "hidden_seconds": hidden, "bytes_per_second": speeds}
+        return {key: values for key, values in found.items() if values}
