@@ -37,17 +37,16 @@ def refuse_last_batches(job: Job, samples: Samples | Stream) -> None:
     """UsageError for [batch] drop_last of data whose epochs batches can't end with."""
     if job.batch.drop_last is None:
         return
-    kind = "stream" if isinstance(samples, Stream) else "mixture" if samples.mixture() is not None else None
-    if kind is not None:
-        raise UsageError(
-            f"[batch] drop_last: {job.dataset.name!r} is a {kind}, whose batches don't end with its epochs; leave it out"
-        )
-    assert isinstance(samples, Samples)
-    if job.batch.drop_last and len(samples) < job.batch.size:
-        raise UsageError(
-            f"[batch] drop_last = true: the {len(samples)} samples of {job.dataset.name!r} do not fill one global batch of "
-            f"{job.batch.size}; give a smaller global_size, or leave it out"
-        )
+    why, remedy = "", "leave it out"
+    if isinstance(samples, Stream):
+        why = "is a stream, whose batches don't end with its epochs"
+    elif samples.mixture() is not None:
+        why = "is a mixture, whose batches don't end with its epochs"
+    elif job.batch.drop_last and len(samples) < job.batch.size:
+        why = f"has {len(samples)} samples, which do not fill one global batch of {job.batch.size}"
+        remedy = "give a smaller global_size, or leave it out"
+    if why:
+        raise UsageError(f"[batch] drop_last: {job.dataset.name!r} {why}; {remedy}")
 
 
 def refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:

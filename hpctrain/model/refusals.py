@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -72,24 +71,6 @@ def refuse_untrained(spec: ModelSpec, trained: Sequence[str]) -> None:
         raise UsageError(
             f"[model] {spec.name}: it has no parameter to train: expected one at least with requires_grad = True"
         )
-
-
-def has_dims(shape: Sequence[int], entry: Mapping[str, Any]) -> bool:
-    """Whether a parameter of this shape may belong to an entry of [[optimizer.groups]]."""
-    return entry["max_dims"] is None or len(shape) <= entry["max_dims"]
-
-
-def refuse_unmatched(trained: Mapping[str, Sequence[int]], patterns: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError for a pattern that matches none of the trained parameters, which are given with their shapes."""
-    for entry in patterns:
-        names = [name for name, shape in trained.items() if has_dims(shape, entry)]
-        for pattern in entry["pattern"]:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                of = "" if entry["max_dims"] is None else f" of at most max_dims = {entry['max_dims']} dimensions"
-                raise UsageError(
-                    f"[[optimizer.groups]]: no trained parameter{of} matches the pattern {pattern!r}; the names are like "
-                    f"{', '.join((names or list(trained))[:5])}, ..."
-                )
 
 
 def refuse_other_model(spec: ModelSpec, module: nn.Module) -> None:

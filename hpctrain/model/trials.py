@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.torch_private import buffers_of
-from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, trained_loss
+from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, tensors_in, trained_loss
 from hpctrain.plugins.user_code.model import UserModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -36,10 +36,10 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
     "" where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as often,
     since it may communicate.
     """
-    rows = {len(one) if one.dim() else 0 for one in (*_tensors(outputs), *_tensors(batch))}
+    rows = {len(one) if one.dim() else 0 for one in tensors_in([outputs, batch])}
     if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
         return ""
-    if sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
+    if sum(one[:1].numel() for one in tensors_in(outputs)) > _MANY:
         return ""
     try:
         tried = spec.apart()
@@ -56,14 +56,6 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
                 "micro_size and the ranks; a mean over the micro batch, or a loss for each row, does not"
             )
     return ""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in plain dicts, lists and tuples; one without rows stands for anything else."""
-    if type(value) in (Tensor, nn.Parameter):
-        return [value]
-    inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [torch.empty(())]
-    return [tensor for one in inner for tensor in _tensors(one)] if type(value) in (dict, list, tuple) else list(inner)
 
 
 def _repeated(value: Any, count: int) -> Any:

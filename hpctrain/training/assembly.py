@@ -131,30 +131,26 @@ def describe(session: Session, reads: bool) -> dict[str, str]:
     """The resolved job in a few lines. reads: whether it takes the job's data."""
     job, parts, identity, plan, model = session.job, session.parts, session.identity, session.feed.plan, session.model
     progress, everything, trained = session.progress, model.elements, model.trained_elements
-    pipeline = model.runner.describe(plan.micro_batches)
     left = max(0, progress.steps - progress.step) * plan.samples_per_step
     epochs = session.feed.epochs(progress.samples_seen + left)
-    compression = model.sums.describe()
     threads = torch.get_num_threads()
     name = launcher_name() if identity.source == "mpi" else None
     launcher = f", started by {name}" if name else ""
     dealt = " (numbered by node; the launcher had dealt them out in turn)" if identity.renumbered else ""
     chosen = (parts.model, *([parts.dataset] if reads else []), parts.optimizer, parts.schedule)
-    data = {
-        "batch": str(plan),
-        "data": session.feed.describe(epochs),
-        **({"loader": session.feed.remark} if session.feed.remark else {}),
-    }
-    return {
+    lines = {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
         "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{session.layout}; sharding {parts.sharding.name}",
-        **({"pipeline": pipeline} if pipeline else {}),
-        **(data if reads else {}),
+        "pipeline": model.runner.describe(plan.micro_batches),
+        "batch": str(plan) if reads else None,
+        "data": session.feed.describe(epochs) if reads else None,
+        "loader": session.feed.remark if reads else None,
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
-        **({"compression": compression} if compression else {}),
+        "compression": model.sums.describe(),
         "plugins": ", ".join(plugin.name for plugin in chosen)
         + f", {parts.checkpoint.name} checkpoints, {parts.communicator.name} communicator",
     }
+    return {name: text for name, text in lines.items() if text}

@@ -73,14 +73,8 @@ def deadline_of(
     time_limit: float | None, begin: float, identity: Identity, environment: Mapping[str, str] = os.environ
 ) -> Deadline:
     """The earlier one of `[job] time_limit` and the end of the Slurm job. begin: of the run, on time.monotonic()."""
-    if identity.rank != 0:
-        return Deadline(None, begin)
-    end = end_time(environment)
-    left = [] if end is None else [end - time.time() + time.monotonic() - begin]
-    return Deadline(min([*left, *([] if time_limit is None else [time_limit])], default=None), begin)
-
-
-def end_time(environment: Mapping[str, str] = os.environ) -> float | None:
-    """The time at which Slurm (22.05 or newer) ends this job, in seconds since 1970; None outside of Slurm or without a limit."""
-    end = environment.get("SLURM_JOB_END_TIME", "")
-    return float(end) if end.isdigit() else None
+    limits = [] if time_limit is None else [time_limit]
+    end = environment.get("SLURM_JOB_END_TIME", "")  # seconds since 1970, from Slurm 22.05 on
+    if end.isdigit():
+        limits.append(float(end) - time.time() + time.monotonic() - begin)
+    return Deadline(min(limits, default=None) if identity.rank == 0 else None, begin)

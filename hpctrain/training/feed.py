@@ -67,17 +67,17 @@ class Feed:
 
     def _refuse_differences(self, node: str) -> None:
         everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))
-        told = [
-            f"rank {rank} on {node} has {one or 'a stream of'} samples ({found})"
-            for rank, (one, found, node) in enumerate(everyone)
-        ]
         others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
         if others:
-            shown = [told[rank] for rank in others[:_SHOWN]] + ["..."] * (len(others) > _SHOWN)
+            told = [
+                f"rank {rank} on {node} has {samples or 'a stream of'} samples ({fingerprint})"
+                for rank, (samples, fingerprint, node) in enumerate(everyone)
+                if rank in (0, *others[:_SHOWN])
+            ]
             raise EnvironmentUnfitError(
-                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {told[0]}, but {', '.join(shown)}; "
-                "give all nodes the same files. Items must not depend on the rank: hpctrain deals them "
-                "out. A dataset can say which samples it has with a method fingerprint()"
+                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {', '.join(told)}"
+                f"{', ...' if len(others) > _SHOWN else ''}; give all nodes the same files. Items must not depend on the rank: "
+                "hpctrain deals them out. A dataset can say which samples it has with a method fingerprint()"
             )
 
     def refuse_stream(self) -> None:
