@@ -22,8 +22,7 @@ from mpi4py import MPI
 
 import hpctrain
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.training.meters.meters import MeterFigures, Meters
-from hpctrain.training.metrics import MeasuredRow, OwnRow
+from hpctrain.training.meters.meters import Meters
 from hpctrain.training.report import Report
 
 PARTS = 3
@@ -41,21 +40,21 @@ class Turns:
         """Stand between the loop and its meters."""
         turns = self
 
-        def figures(meters: Meters, micro_batches: Sequence[MicroBatch]) -> MeterFigures:
+        def figures(meters: Meters, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
             begin = time.perf_counter()
             found = turns._figures(meters, micro_batches)
             turns.own.append(time.perf_counter() - begin)
-            return found if turns.is_on else MeterFigures()
+            return found if turns.is_on else {}
 
-        def row(meters: Meters, *arguments: Any) -> MeasuredRow:
+        def row(meters: Meters, *arguments: Any) -> dict[str, Any]:
             begin = time.perf_counter()
-            found = turns._row(meters, *arguments) if turns.is_on else MeasuredRow({}, None, None, None, {})
+            found = turns._row(meters, *arguments) if turns.is_on else {}
             turns.own[-1] += time.perf_counter() - begin
             return found
 
-        def traffic(meters: Meters) -> OwnRow:
+        def traffic(meters: Meters) -> dict[str, Any]:
             begin = time.perf_counter()
-            found = turns._traffic(meters) if turns.is_on else OwnRow()
+            found = turns._traffic(meters) if turns.is_on else {}
             turns.own[-1] += time.perf_counter() - begin
             return found
 

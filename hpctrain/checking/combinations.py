@@ -12,11 +12,10 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem, collecting
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
-from hpctrain.model.parameters import trained_names
+from hpctrain.model.parameters import refuse_unmatched, trained_names
 from hpctrain.model.refusals import (
     refuse_batch_norms,
     refuse_embeddings,
-    refuse_unmatched,
     refuse_unsaved_buffers,
     refuse_untrained,
 )

@@ -19,7 +19,7 @@ from hpctrain.data.refusals import (
     STREAM,
     refuse_epochs,
     refuse_last_batches,
-    refuse_mixture,
+    refuse_late_phases,
     refuse_other_kind,
     refuse_too_long,
     refuse_uneven,
@@ -61,21 +61,17 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     node: of this rank; then it is collective over the world. None only checks the job, for which estimates are enough.
     """
     context = _context(job, parts, node)
-    training = parts.dataset.open("train", context)
-    if training is None or (isinstance(training, Samples) and len(training) == 0):
+    training, lengths = _opened(job, parts, "train", context)
+    if not training:
         raise UsageError(f"[dataset] {job.dataset.name}: it has no training samples")
-    validation = parts.dataset.open("validation", context) if job.evaluation.enabled else None
+    validation, validation_lengths = (
+        _opened(job, parts, "validation", context) if job.evaluation.enabled else (None, None)
+    )
     if job.evaluation.enabled and not validation:
         raise UsageError(
             f"[evaluation]: the dataset {job.dataset.name!r} has no validation split; "
             "give it one (such as validation_fraction) or leave [evaluation] out"
         )
-    for source in (training, validation):
-        if source is not None:
-            refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    lengths, validation_lengths = (
-        _lengths(job, parts, source) if source else None for source in (training, validation)
-    )
     if _is_tried(job, training):
         refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
@@ -89,15 +85,23 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
 
 def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples | Stream, Lengths | None]:
     """The samples of one split, and their lengths if batches are cut by tokens. Collective; raises as `open_data` does."""
-    context = _context(job, parts, node)
-    source = parts.dataset.open(split, context)
+    source, lengths = _opened(job, parts, split, _context(job, parts, node))
     if not source:
         raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
-    refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    lengths = _lengths(job, parts, source)
     if _is_tried(job, source):
         refuse_other_kind(job, parts, source)
     return source, lengths
+
+
+def _opened(
+    job: Job, parts: Parts, split: Split, context: DatasetContext
+) -> tuple[Samples | Stream | None, Lengths | None]:
+    """A split and its lengths, if the job needs them. None for what has no samples."""
+    source = parts.dataset.open(split, context)
+    if not source:
+        return source, None
+    refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
+    return source, _lengths(job, parts, source)
 
 
 def _is_tried(job: Job, samples: Samples | Stream) -> bool:
@@ -116,7 +120,10 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
         raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
     mixture = samples.mixture()
     if mixture is not None:
-        refuse_mixture(job, mixture, len(samples), weights)
+        refuse_late_phases(job, mixture)
+        for part in mixture.parts:
+            if part.weights is not None:
+                refuse_weights(job, part.weights, part.count)
         fingerprint = f"{fingerprint} mixture {_digest_of(mixture)}"
         if len(mixture.phases) > 1:  # they are counted in batches of this size
             fingerprint = f"{fingerprint} in batches of {job.batch.size}"
@@ -210,23 +217,23 @@ def _plan_by_samples(job: Job, samples: int | None, rank: int, ranks: int) -> Ba
 
 def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
     """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
-    if isinstance(samples, Stream):
-        if job.batch.tokens is None:
-            return None
-        raise UsageError(
-            f"[batch] tokens: {job.dataset.name!r} is a stream, whose samples have unknown lengths; use global_size and "
-            "micro_size, or samples by index with lengths()"
-        )
-    lengths = samples.lengths()
-    if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
+    by_tokens = job.batch.tokens is not None
+    lengths = None if isinstance(samples, Stream) else samples.lengths()
+    if isinstance(samples, Samples) and lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
         raise UsageError(
             f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
             f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
         )
     collates = samples.collation() is not None
-    if job.batch.tokens is None:
-        if lengths is None or collates:
-            return None
+    if by_tokens and (lengths is None or collates):
+        why = "are made into batches by a function of your own" if collates else "are of unknown length"
+        raise UsageError(
+            f"[batch] tokens: the samples of {job.dataset.name!r} {why}, but hpctrain pads batches by tokens; use global_size and "
+            "micro_size, or samples by index with lengths() and without a collate function"
+        )
+    if lengths is None or collates:
+        return None
+    if not by_tokens:
         longest = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else None
         if longest is not None and lengths.max() > longest:
             raise UsageError(
@@ -241,16 +248,6 @@ def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | Non
             )
         refuse_uneven(job, parts, int(lengths[0]))
         return None
-    if collates:
-        raise UsageError(
-            f"[batch] tokens: the samples of {job.dataset.name!r} are made into batches by a function of your own, but batches "
-            "by tokens are padded by hpctrain; use global_size and micro_size, or leave the function (collate_fn) out"
-        )
-    if lengths is None:
-        raise UsageError(
-            f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
-            "global_size and micro_size, or another dataset"
-        )
     refuse_too_long(job, parts, lengths)
     tokens = int(lengths.sum())
     if (job.batch.tokens or 0) > _EPOCHS * tokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -38,17 +37,16 @@ def refuse_last_batches(job: Job, samples: Samples | Stream) -> None:
     """UsageError for [batch] drop_last of data whose epochs batches can't end with."""
     if job.batch.drop_last is None:
         return
-    kind = "stream" if isinstance(samples, Stream) else "mixture" if samples.mixture() is not None else None
-    if kind is not None:
-        raise UsageError(
-            f"[batch] drop_last: {job.dataset.name!r} is a {kind}, whose batches don't end with its epochs; leave it out"
-        )
-    assert isinstance(samples, Samples)
-    if job.batch.drop_last and len(samples) < job.batch.size:
-        raise UsageError(
-            f"[batch] drop_last = true: the {len(samples)} samples of {job.dataset.name!r} do not fill one global batch of "
-            f"{job.batch.size}; give a smaller global_size, or leave it out"
-        )
+    why, remedy = "", "leave it out"
+    if isinstance(samples, Stream):
+        why = "is a stream, whose batches don't end with its epochs"
+    elif samples.mixture() is not None:
+        why = "is a mixture, whose batches don't end with its epochs"
+    elif job.batch.drop_last and len(samples) < job.batch.size:
+        why = f"has {len(samples)} samples, which do not fill one global batch of {job.batch.size}"
+        remedy = "give a smaller global_size, or leave it out"
+    if why:
+        raise UsageError(f"[batch] drop_last: {job.dataset.name!r} {why}; {remedy}")
 
 
 def refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:
@@ -90,16 +88,10 @@ def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
     fail in the first step."""
     multiple = sequence_multiple(job, parts)
     if length % multiple:
-        sizes = {name: job.parallelism[name].size for name in parts.parallelism}
-        cutting = [
-            f"{name} = {n}"
-            for name, n in sizes.items()
-            if parts.parallelism[name].sequence_multiple(n, parts.model) > 1
-        ]
+        sizes = ", ".join(f"{name} = {job.parallelism[name].size}" for name in parts.parallelism)
         raise UsageError(
-            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
-            f"{' with '.join(cutting)} cuts sequences into equal parts; expected a multiple of {multiple}, such as "
-            f"{max(multiple, length - length % multiple)}"
+            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] {sizes} cuts "
+            f"sequences into equal parts; expected a multiple of {multiple}, such as {max(multiple, length - length % multiple)}"
         )
 
 
@@ -111,49 +103,28 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
     length, multiple = int(lengths[index]), sequence_multiple(job, parts)
     size = padded(length, multiple)
     with_filling = f" ({size} when padded to a multiple of {multiple})" if size > length else ""
-    found = f"sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}"
-    room, spec = capacity(job, parts), parts.model
-    if isinstance(spec, TokenModel) and size > spec.max_seq_length:
-        raise UsageError(
-            f"[batch] tokens: {found}, but the model's max_seq_length is {spec.max_seq_length}; raise that, or cut samples with "
-            "a smaller [dataset] seq_length"
-        )
-    if size > room or length > (job.batch.tokens or 0):
-        what = (
-            f"micro_tokens: {found}, but a forward takes {room}"
-            if size > room
-            else f"tokens: {found}, but a step takes fewer"
-        )
-        raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
+    spec = parts.model
+    limits = [
+        (size, capacity(job, parts), "a forward takes (micro_tokens)"),
+        (length, job.batch.tokens or 0, "a step takes (tokens)"),
+        (size, spec.max_seq_length if isinstance(spec, TokenModel) else size, "the model takes (max_seq_length)"),
+    ]
+    for wanted, most, what in limits:
+        if wanted > most:
+            raise UsageError(
+                f"[batch] tokens: sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}, but {what} {most}; "
+                "raise that, or cut samples with a smaller [dataset] seq_length"
+            )
 
 
-def refuse_mixture(job: Job, mixture: Mixture, samples: int, weights: Weights | None) -> None:
-    """UsageError for parts that are not all samples, for shares that are none, and for phases that can't be counted."""
-    parts, phases = mixture.parts, mixture.phases
-    steps = [step for step, _ in phases]
-    wrong = {
-        "weights of the samples besides": weights is not None,
-        f"parts of {[part.count for part in parts]} samples": sum(part.count for part in parts) != samples
-        or any(part.count < 1 for part in parts),
-        f"phases from the steps {steps}": steps[:1] != [0] or steps != sorted(set(steps)),
-        f"the shares {[list(shares) for _, shares in phases]}": not all(
-            len(shares) == len(parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf for _, shares in phases
-        ),
-    }
-    if job.batch.tokens is not None and steps[-1:] > [COUNTED_STEPS]:
+def refuse_late_phases(job: Job, mixture: Mixture) -> None:
+    """UsageError for a mixture whose phases can't be counted."""
+    last = mixture.phases[-1][0]
+    if job.batch.tokens is not None and last > COUNTED_STEPS:
         raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: a phase begins at step {steps[-1]:,}, and batches by tokens are counted up to "
+            f"[dataset] name = {job.dataset.name!r}: a phase begins at step {last:,}, and batches by tokens are counted up to "
             f"step {COUNTED_STEPS:,} at the start; use [batch] global_size"
         )
-    found = next((told for told, is_wrong in wrong.items() if is_wrong), None)
-    if found is not None:
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: found a mixture with {found}; expected parts that are the {samples} samples, "
-            "phases from step 0 on, and in each a share for every part, none below 0 and one above"
-        )
-    for part in parts:
-        if part.weights is not None:
-            refuse_weights(job, part.weights, part.count)
 
 
 def refuse_weights(job: Job, weights: Weights, samples: int) -> None:

@@ -1,11 +1,12 @@
-"""Reads streams: the micro batches of a training, whose stream begins anew at its end, and those of an evaluation."""
+"""Reads streams: the micro batches of a training, whose stream begins anew at its end, and those of an evaluation; and the places
+of its readers, which are shared out over ranks and workers, saved, and restored on other ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,9 +18,9 @@ from hpctrain.base.json_values import decode, encode
 from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.contracts.model import Batch
-from hpctrain.data.batches import Loaded, Place, collated, name_of_batch
-from hpctrain.data.items import refuse_reused_memory, snapshot
+from hpctrain.data.batches import Loaded, Place, collated, name_of_batch, refuse_reused_memory, snapshot
 from hpctrain.data.plan import Planned
+from hpctrain.ranks.json_collectives import gather_values
 
 T = TypeVar("T")
 
@@ -91,20 +92,6 @@ class Reader:
         return self.called(("stream", self._shard, self._epoch, number), partial(next, iterator, _END))
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the readers of this rank share a stream.
-
-    shards: 1 if each rank reads all of it. readers: the shards of this rank, by the worker that reads them. places: where each
-    of them begins. position: the samples that all ranks have seen.
-    """
-
-    shards: int
-    readers: list[int]
-    places: Mapping[int, Place]
-    position: int
-
-
 class TrainedStream:
     """The training micro batches of a stream, by what is planned for them: a dataset for torch's DataLoader.
 
@@ -112,27 +99,34 @@ class TrainedStream:
     """
 
     def __init__(
-        self, stream: Stream, collate: Collate, seed: int, reading: Reading, name: str = "the data set"
+        self,
+        stream: Stream,
+        collate: Collate,
+        seed: int,
+        name: str,
+        shards: int,
+        places: Sequence[tuple[int, Place]],
+        position: int,
     ) -> None:
-        """name: of the data set, for messages."""
-        self._stream, self._collate, self._seed, self._reading, self._name = stream, collate, seed, reading, name
+        """name: of the data set, for messages. shards: 1 if each rank reads all of it. places: the shards of this rank, by the
+        worker that reads them, and where each of them begins. position: the samples that all ranks have seen."""
+        self._stream, self._collate, self._seed, self._name = stream, collate, seed, name
+        self._shards, self._places, self._position = shards, places, position
         self._has_given, self.draws, self.ends_unplanned = False, stream.draws, False
-        self._position = reading.position
         self._reader: Reader | None = None
         self._shard = 0
 
     def __getitem__(self, planned: Planned) -> Loaded:
         if self._reader is None:
             worker = get_worker_info()
-            self._shard = self._reading.readers[0 if worker is None else worker.id]
+            self._shard, place = self._places[0 if worker is None else worker.id]
             hide_worker()
-            place = self._reading.places[self._shard]
-            self._reader = Reader(self._stream, self._seed, place, self._reading.shards, self._shard)
+            self._reader = Reader(self._stream, self._seed, place, self._shards, self._shard)
         with self._reader.held():
             return self._read(self._reader, planned)
 
     def _read(self, reader: Reader, planned: Planned) -> Loaded:
-        sharded = self._reading.shards > 1
+        sharded = self._shards > 1
         if not sharded:
             self._skip_to(reader, planned.positions[0])
         items = [reader.take() for _ in planned.indices[:1]]
@@ -186,3 +180,64 @@ class EvaluatedStream:
 
 def _batch(reader: Reader, stream: Stream, collate: Collate, items: list[Any], planned: Planned) -> Batch:
     return reader.called(name_of_batch(planned), partial(collated, stream, collate, items, planned))
+
+
+class StreamPlaces:
+    """The places of this data-parallel rank's readers.
+
+    A stream with shards has one for each worker of each rank. Any other stream is read whole by one reader of each rank, whose
+    place is the same on all ranks.
+    """
+
+    def __init__(self, stream: Stream, rank: int, ranks: int, workers: int) -> None:
+        self._stream = stream
+        self.workers = workers if stream.shards else min(workers, 1)
+        """Worker processes of this rank."""
+        readers = max(1, self.workers)
+        self.shards = ranks * readers if stream.shards else 1
+        first = rank * readers if self.shards > 1 else 0
+        self._mine = list(range(first, first + readers)) if self.shards > 1 else [0]
+        self._places: Mapping[int, Place] = {}
+
+    def batches(self, collate: Collate, seed: int, name: str, samples_seen: int, micro_batches: int) -> TrainedStream:
+        """What the readers go on to read. name: of the data set. micro_batches: the number that this rank has trained on."""
+        turn = micro_batches % len(self._mine)  # the reader whose micro batch is next
+        places = [(shard, self._place(shard)) for shard in self._mine[turn:] + self._mine[:turn]]
+        return TrainedStream(self._stream, collate, seed, name, self.shards, places, samples_seen)
+
+    def _place(self, shard: int) -> Place:
+        return self._places.get(shard, Place())
+
+    def update(self, places: Mapping[int, Place]) -> None:
+        """Take over the places after a step."""
+        self._places = {**self._places, **places}
+
+    @property
+    def epoch(self) -> int:
+        """The passes that all readers of this rank have completed."""
+        return min(self._place(shard).epoch for shard in self._mine)
+
+    def values(self) -> dict[str, Any]:
+        """The places for a checkpoint. Collective over the world."""
+        places = {shard: asdict(self._place(shard)) for shard in self._mine}
+        if self.shards > 1:
+            everyone: list[dict[int, Any]] = gather_values(places)
+            places = {shard: place for one in everyone for shard, place in one.items()}
+        return {"shards": self.shards, "places": [places[shard] for shard in sorted(places)]}
+
+    def restore(self, shards: int, places: Sequence[Place]) -> str:
+        """Continue from a checkpoint; return a sentence about how."""
+        if shards == self.shards:
+            self._places = dict(enumerate(places))
+            mine = [places[shard] for shard in self._mine]
+            if all(place.state is not None for place in mine):
+                return "the stream goes on from its saved state"
+            items = max(place.items for place in mine)
+            return f"skipping {items:,} items of the stream, read in epoch {self.epoch} before" if items else ""
+        epoch = min(place.epoch for place in places)
+        items = sum(place.items for place in places if place.epoch == epoch) // self.shards
+        self._places = dict.fromkeys(self._mine, Place(epoch, items))
+        return (
+            f"the stream was read in {shards} shard{'s' * (shards > 1)} and is read in {self.shards} now: some "
+            f"of its items come again in epoch {epoch}, others are left out (skipping {items:,} in each shard)"
+        )

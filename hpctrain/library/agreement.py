@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import TrainingError
-from hpctrain.training.metrics import Figure, gather_row
+from hpctrain.training.figures import Figure, gather_row
 
 BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4  # optimizers count from 0
 # numbers in an exchange: always the same count, so that ranks that do different things still meet in one collective

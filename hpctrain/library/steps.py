@@ -28,8 +28,8 @@ from hpctrain.library.trained import Trained
 from hpctrain.ranks.signals import INTERRUPTED
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete
+from hpctrain.training.figures import Figure
 from hpctrain.training.guard.judging import StepFigures
-from hpctrain.training.metrics import Figure
 from hpctrain.training.rank import say_goodbye
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.start import Start

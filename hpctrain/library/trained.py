@@ -17,10 +17,9 @@ from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.library.agreement import Agreement
 from hpctrain.library.gradients import Gradients
-from hpctrain.training.figures import RankFigures, figures_of_update
+from hpctrain.training.figures import Figure, RankFigures
 from hpctrain.training.guard.judging import StepFigures, Verdict
-from hpctrain.training.metrics import Figure
-from hpctrain.training.step import Steps, Update
+from hpctrain.training.step import Steps, Update, figures_of_update
 from hpctrain.training.trained_model import TrainedModel, clip
 
 _BITS = 48  # of the parameters that one number stands for; float64 is exact up to 53

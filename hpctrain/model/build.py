@@ -18,11 +18,10 @@ from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameters
 from hpctrain.model.refusals import (
-    Outline,
-    refuse_blocks,
+    outline_of,
+    refuse_change,
     refuse_embeddings,
     refuse_other_model,
-    refuse_own_parameters,
     refuse_unsaved_buffers,
     refuse_untrained,
 )
@@ -99,7 +98,6 @@ def build_model(
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = values.build(spec, job.job.seed)
-    refuse_blocks(spec, module)
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
@@ -108,9 +106,9 @@ def build_model(
         from hpctrain.model.batch_norm import synchronize_batch_norms  # here: few jobs have the key
 
         synchronize_batch_norms(module, spec.name, meshes.batch_group())
-    outline = Outline.of(module)
+    outline = outline_of(module)
     parts.precision.convert(module, spec)
-    outline.refuse_change(parts.precision, "convert", module)
+    outline = refuse_change(outline, parts.precision, "convert", module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     if trains:
         refuse_untrained(spec, list(trained))
@@ -119,18 +117,16 @@ def build_model(
     axes: list[AppliedAxis] = []
     # the pipeline last: tensor-parallel plans name modules of the full model
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
-        outline = Outline.of(module)
         axes.append(plugin.apply(module, spec, meshes.axis(plugin.traits.axis)))
         module = axes[-1].module
-        outline.refuse_change(plugin, "apply", module, may_lack=plugin.traits.ranks_have == "other parameters")
-        refuse_own_parameters(plugin, module)
+        lacks = plugin.traits.ranks_have == "other parameters"
+        outline = refuse_change(outline, plugin, "apply", module, lacks)
     alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
     if job.compile.enabled and not checkpointing.is_compiled:
         _compile_blocks(module, spec, job.compile.mode)
-    outline = Outline.of(module)
     checkpointing.apply(module, spec, alike[0] if alike else None)
-    outline.refuse_change(checkpointing, "apply", module)
+    outline = refuse_change(outline, checkpointing, "apply", module)
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec, job.compile.mode)
     # fully_shard moves tensors of another device in place, which torch can't for every kind of device
@@ -138,7 +134,7 @@ def build_model(
     with parts.precision.forward(device):
         sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
-    outline.refuse_change(parts.sharding, "shard", module)
+    refuse_change(outline, parts.sharding, "shard", module)
     values.fill(module, spec, job.job.seed, parts.sharding.home(device))
     _place_buffers(module, device)
     sharded.materialized()

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError, name_ranks, reason
 from hpctrain.base.torch_private import flatten_mesh
 from hpctrain.contracts.plan import Plan
-from hpctrain.contracts.plugin import broken
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
@@ -66,13 +65,6 @@ def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
     cut = prod(sizes[name] for name in cutting)
     data_ranks = world_size // others
     data, spread_data = (parts.sharding.axes(ranks, replicate) for ranks in (data_ranks, data_ranks * cut))
-    for ranks, made in ((data_ranks, data), (data_ranks * cut, spread_data)):
-        if prod(made.values()) != ranks or list(made) != list(data):
-            raise broken(
-                parts.sharding,
-                f"cut {ranks} ranks into the axes {made}",
-                f"sizes whose product is {ranks}, and the same names for any number",
-            )
     spreading = {name: plugin for name, plugin in parts.parallelism.items() if name not in cutting}
     axes, model_axes = _in_order(data, parts.parallelism, sizes), _in_order(spread_data, spreading, sizes)
     own = [parts.parallelism[name].traits for name in cutting]

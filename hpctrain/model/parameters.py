@@ -14,7 +14,6 @@ from hpctrain.base.errors import UsageError
 from hpctrain.contracts.optimization import MatrixOptimizer, Optimizer, WholeTensors
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
-from hpctrain.model.refusals import has_dims, refuse_unmatched
 
 __all__ = ["build_optimizer", "parameter_groups"]
 
@@ -86,16 +85,37 @@ def parameter_groups(
     A parameter goes to the first entry that matches. `trained` are the names and shapes of the full model. Raises UsageError for
     an entry that matches none of them. A group with any of these parameters exists on every rank, even if empty there.
     """
-    rest: dict[str, Any] = {"params": []}
-    groups: list[dict[str, Any]] = [
-        {"params": [], **{key: value for key, value in entry.items() if key not in ("pattern", "max_dims")}}
-        for entry in patterns
-    ]
-    for piece in pieces:
-        _group_of(piece.name, piece.shape, patterns, groups, rest)["params"].append(piece.tensor)
     refuse_unmatched(trained, patterns)
-    used = {id(_group_of(name, shape, patterns, groups, rest)) for name, shape in trained.items()}
-    return [group for group in [*groups, rest] if id(group) in used]
+    place_of = {name: _place_of(name, shape, patterns) for name, shape in trained.items()}
+    groups = []
+    for place in sorted(set(place_of.values())):
+        entry = patterns[place] if place < len(patterns) else {}
+        options = {key: value for key, value in entry.items() if key not in ("pattern", "max_dims")}
+        mine = [piece.tensor for piece in pieces if place_of[piece.name] == place]
+        groups.append({"params": mine, **options})
+    return groups
+
+
+def refuse_unmatched(trained: Mapping[str, Sequence[int]], patterns: Sequence[dict[str, Any]]) -> None:
+    """Raises UsageError for a pattern that matches none of the trained parameters, which are given with their shapes."""
+    for entry in patterns:
+        for pattern in entry["pattern"]:
+            if not any(_matches(name, shape, {**entry, "pattern": [pattern]}) for name, shape in trained.items()):
+                of = "" if entry["max_dims"] is None else f" of at most max_dims = {entry['max_dims']} dimensions"
+                raise UsageError(
+                    f"[[optimizer.groups]]: no trained parameter{of} matches the pattern {pattern!r}; the names are like "
+                    f"{', '.join([*trained][:5])}, ..."
+                )
+
+
+def _place_of(name: str, shape: Sequence[int], patterns: Sequence[dict[str, Any]]) -> int:
+    """The number of the first entry that matches; that behind the last one if none does."""
+    return next((place for place, entry in enumerate(patterns) if _matches(name, shape, entry)), len(patterns))
+
+
+def _matches(name: str, shape: Sequence[int], entry: Mapping[str, Any]) -> bool:
+    is_small = entry["max_dims"] is None or len(shape) <= entry["max_dims"]
+    return is_small and any(fnmatchcase(name, pattern) for pattern in entry["pattern"])
 
 
 def build_optimizer(
@@ -137,16 +157,3 @@ def build_optimizer(
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its weights differ for training and for all else, as those of schedule-free ones do (Defazio et al., 2024)."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
-
-
-def _group_of(
-    name: str,
-    shape: Sequence[int],
-    patterns: Sequence[dict[str, Any]],
-    groups: list[dict[str, Any]],
-    rest: dict[str, Any],
-) -> dict[str, Any]:
-    for entry, group in zip(patterns, groups, strict=True):
-        if any(fnmatchcase(name, pattern) for pattern in entry["pattern"]) and has_dims(shape, entry):
-            return group
-    return rest

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.torch_private import buffers_of
-from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
+from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, tensors_in, trained_loss
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plugin import broken
 from hpctrain.plugins.user_code.model import UserModel
@@ -39,10 +39,10 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
     "" where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as often,
     since it may communicate.
     """
-    rows = {len(one) if one.dim() else 0 for one in (*_tensors(outputs), *_tensors(batch))}
+    rows = {len(one) if one.dim() else 0 for one in tensors_in([outputs, batch])}
     if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
         return ""
-    if sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
+    if sum(one[:1].numel() for one in tensors_in(outputs)) > _MANY:
         return ""
     try:
         tried = spec.apart()
@@ -61,21 +61,9 @@ def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) 
     return ""
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in plain dicts, lists and tuples; one without rows stands for anything else."""
-    if type(value) in (Tensor, nn.Parameter):
-        return [value]
-    inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [torch.empty(())]
-    return [tensor for one in inner for tensor in _tensors(one)] if type(value) in (dict, list, tuple) else list(inner)
-
-
 def _repeated(value: Any, count: int) -> Any:
     """The first row of each tensor, `count` times."""
-    if isinstance(value, Tensor):
-        return torch.cat([value.detach()[:1]] * count)
-    if isinstance(value, dict):
-        return {key: _repeated(one, count) for key, one in value.items()}
-    return type(value)(_repeated(one, count) for one in value)
+    return map_tensors(lambda one: torch.cat([one.detach()[:1]] * count), value)
 
 
 def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:

@@ -11,7 +11,6 @@ from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.gradients import GradientReducer
@@ -19,9 +18,9 @@ from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.model.refusals import has_batch_norms
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
+from hpctrain.training.evaluation import is_compiled
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import is_compiled
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
@@ -116,8 +115,11 @@ def complete(
         report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.newest})")
-        for sentence in changed_schedule(parts.schedule, progress, job.scheduled_epochs):
-            report.say(f"schedule     {sentence}")
+        before = progress.steps_before
+        if before not in (None, progress.steps) and not progress.done:  # lr may jump here
+            report.say(
+                f"schedule     {parts.schedule.name} spans {progress.steps} steps now and spanned {before} before"
+            )
     if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
         report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; "
                    "[model] sync_batch_norm = true takes those of all ranks")  # fmt: skip
@@ -125,50 +127,29 @@ def complete(
     return session
 
 
-def changed_schedule(schedule: Schedule, progress: Progress, epochs: int | None) -> list[str]:
-    """A sentence if the schedule spans other steps than before the resume, and its factor on lr is another one for that."""
-    before, now, last = progress.steps_before, progress.steps, progress.step - 1
-    if before is None or before == now or progress.done:
-        return []
-    if epochs is not None:
-        return [f"{schedule.name} spans {epochs} epochs, to step {now}; the run before was to end at step {before}"]
-    places = range(min(before, now), 0, -max(1, min(before, now) // 1000))
-    if all(schedule.factor(place - 1, before) == schedule.factor(place - 1, now) for place in places):
-        return []
-    was, is_now = (schedule.factor(last, steps) for steps in (before, now))
-    return [
-        f"{schedule.name} spans {now} steps now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
-        f"and is {is_now:.3g}"
-    ]
-
-
 def describe(session: Session, reads: bool) -> dict[str, str]:
     """The resolved job in a few lines. reads: whether it takes the job's data."""
     job, parts, identity, plan, model = session.job, session.parts, session.identity, session.feed.plan, session.model
     progress, everything, trained = session.progress, model.elements, model.trained_elements
-    pipeline = model.runner.describe(plan.micro_batches)
     left = max(0, progress.steps - progress.step) * plan.samples_per_step
     epochs = session.feed.epochs(progress.samples_seen + left)
-    compression = model.sums.describe()
     threads = torch.get_num_threads()
     name = launcher_name() if identity.source == "mpi" else None
     launcher = f", started by {name}" if name else ""
     chosen = (parts.model, *([parts.dataset] if reads else []), parts.optimizer, parts.schedule)
-    data = {
-        "batch": str(plan),
-        "data": session.feed.describe(epochs),
-        **({"loader": session.feed.remark} if session.feed.remark else {}),
-    }
-    return {
+    lines = {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
         "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{session.layout}; sharding {parts.sharding.name}",
-        **({"pipeline": pipeline} if pipeline else {}),
-        **(data if reads else {}),
+        "pipeline": model.runner.describe(plan.micro_batches),
+        "batch": str(plan) if reads else None,
+        "data": session.feed.describe(epochs) if reads else None,
+        "loader": session.feed.remark if reads else None,
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
-        **({"compression": compression} if compression else {}),
+        "compression": model.sums.describe(),
         "plugins": ", ".join(plugin.name for plugin in chosen)
         + f", {parts.checkpoint.name} checkpoints, {parts.communicator.name} communicator",
     }
+    return {name: text for name, text in lines.items() if text}

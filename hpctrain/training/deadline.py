@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 
 from hpctrain.contracts.identity import Identity
 
@@ -19,8 +16,6 @@ _RESERVE = 1.5
 _STEPS = 10
 # seconds left for the first save, but at most this share of all time
 _UNKNOWN_SAVE, _SHARE = 60.0, 0.1
-# seconds for squeue; a busy controller may take longer, and signals come nevertheless
-_ANSWERING = 10.0
 # seconds left for all else, and the most of them as a share of all time
 _SLACK, _SLACK_SHARE = 5.0, 0.05
 
@@ -32,8 +27,6 @@ class Deadline:
         """given: seconds from `begin` (on time.monotonic()) to the end of the job's time; None: it has all time."""
         self.is_near = False
         """Whether the training stops because of it."""
-        self.unseen = 0.0
-        """Seconds that what is compiled in the first evaluation may take: as long as the first step."""
         self._given, self._end = given or 0.0, None if given is None else begin + given
         self._save = min(_UNKNOWN_SAVE, _SHARE * self._given)
         self._turns: deque[float] = deque(maxlen=_STEPS)
@@ -49,17 +42,12 @@ class Deadline:
         self._turned = now
         return self.leaves_no(max(self._turns, default=0.0))
 
-    def leaves_no(self, seconds: float, reserve: float = _RESERVE) -> bool:
+    def leaves_no(self, seconds: float) -> bool:
         """Whether the time is over for something that takes so long, and a save after it."""
         if self._end is not None:
             slack = min(_SLACK, _SLACK_SHARE * self._given)
-            self.is_near = self.left < reserve * (seconds + self._save) + slack
+            self.is_near = self._end - time.monotonic() < _RESERVE * (seconds + self._save) + slack
         return self.is_near
-
-    @property
-    def left(self) -> float:
-        """Seconds; infinite without a limit."""
-        return math.inf if self._end is None else self._end - time.monotonic()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -85,24 +73,8 @@ def deadline_of(
     time_limit: float | None, begin: float, identity: Identity, environment: Mapping[str, str] = os.environ
 ) -> Deadline:
     """The earlier one of `[job] time_limit` and the end of the Slurm job. begin: of the run, on time.monotonic()."""
-    if identity.rank != 0:
-        return Deadline(None, begin)
-    end = end_time(environment)
-    left = [] if end is None else [end - time.time() + time.monotonic() - begin]
-    return Deadline(min([*left, *([] if time_limit is None else [time_limit])], default=None), begin)
-
-
-def end_time(environment: Mapping[str, str] = os.environ) -> float | None:
-    """The time at which Slurm ends this job, in seconds since 1970; None outside of Slurm, without a limit, or if Slurm does
-    not answer."""
-    known, job = environment.get("SLURM_JOB_END_TIME", ""), environment.get("SLURM_JOB_ID")
-    if known.isdigit():  # since Slurm 22.05 in batch scripts and steps, if the site's is that new
-        return float(known)
-    if job is None:
-        return None
-    try:
-        words = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWERING, stdin=subprocess.DEVNULL)
-        return datetime.fromisoformat(answer.stdout.strip()).timestamp()
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    limits = [] if time_limit is None else [time_limit]
+    end = environment.get("SLURM_JOB_END_TIME", "")  # seconds since 1970, from Slurm 22.05 on
+    if end.isdigit():
+        limits.append(float(end) - time.time() + time.monotonic() - begin)
+    return Deadline(min(limits, default=None) if identity.rank == 0 else None, begin)

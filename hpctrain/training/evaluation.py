@@ -1,17 +1,22 @@
-"""An evaluation: the loss and the job's metrics over the samples of a split."""
+"""An evaluation: the loss and the job's metrics over the samples of a split; and a look at it before the first step, so that what
+would fail there after hours fails at once."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.errors import ContractError, TrainingError, UsageError, reason
+from hpctrain.base.torch_private import is_compiled_module
 from hpctrain.contracts.metric import Metric, RunningMetric, as_number
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
@@ -19,9 +24,12 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.model.trials import without_trace
+from hpctrain.plugins.blame import is_communication
 from hpctrain.ranks.json_collectives import gather_values, sum_of
-from hpctrain.training.figures import RankFigures
-from hpctrain.training.metrics import Figure, gather_row
+from hpctrain.training.figures import Figure, RankFigures, gather_row
+from hpctrain.training.guard.memory import memory_explained
+from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
 _TAKEN = ("exit_code", "tokens", "samples")
@@ -66,18 +74,32 @@ def evaluate(
 
     None if `asking` has found that a rank has to stop.
     """
+    try:
+        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
+        if asking is not None:
+            micro_batches = asking.until_stopped(micro_batches)
+        return measure(model, parts, micro_batches, asking)
+    finally:
+        loader.close()
+
+
+def measure(
+    model: TrainedModel,
+    parts: Parts,
+    micro_batches: Iterable[MicroBatch],
+    asking: Asking | None = None,
+    failed: list[str] | None = None,
+) -> tuple[dict[str, float], int] | None:
+    """What `evaluate` gives, for these micro batches. Collective.
+
+    failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
+    """
     running = [metric.start() for metric in parts.metrics]
 
     def see(outputs: Any, batch: Batch) -> None:
         show(parts, running, outputs, batch)
 
-    try:
-        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
-        if asking is not None:
-            micro_batches = asking.until_stopped(micro_batches)
-        loss_sum, count = model.runner.evaluate(micro_batches, see)
-    finally:
-        loader.close()
+    loss_sum, count = model.runner.evaluate(micro_batches, see)
     if asking is not None and asking.level:
         model.named_losses.forget()
         return None
@@ -91,15 +113,33 @@ def evaluate(
     found = {"loss": total / terms, **means}
     if running:
         mine = [
-            {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}
-            for one in running
+            _computed(metric, one, model.batch_group, failed)
+            for metric, one in zip(parts.metrics, running, strict=True)
         ]
-        everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
-        having = [values for counted, values in everyone if counted]
+        everyone: list[tuple[int, list[dict[str, float]], list[str]]] = gather_values((count, mine, failed or []))
+        if failed is not None:
+            failed[:] = dict.fromkeys(why for _, _, whys in everyone for why in whys)
+            if failed:
+                return None
+        having = [values for counted, values, _ in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             _refuse_different_values(metric, of_ranks)
         add_measured(found, having[0], parts.model.counts)
     return found, int(terms)
+
+
+def _computed(
+    metric: Metric, running: RunningMetric, group: dist.ProcessGroup, failed: list[str] | None
+) -> dict[str, float]:
+    """The metric's values; none with a sentence for `failed`, if that is given: an area under a curve needs two classes, say."""
+    try:
+        values = running.compute(group)
+    except Exception as error:
+        if failed is None or isinstance(error, ContractError) or is_communication(error.__traceback__):
+            raise
+        failed.append(f"[[metric]] {metric.name} has no value after one micro batch: {reason(error).splitlines()[0]}")
+        return {}
+    return {name: as_number(f"[[metric]]: {name!r}", value) for name, value in values.items()}
 
 
 def _refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:
@@ -157,3 +197,62 @@ def _in_step(loader: Loader) -> Iterator[MicroBatch]:
         if micro is None:
             return
         yield micro
+
+
+def look(session: Session) -> None:
+    """Run an evaluation's first micro batch through model, loss and metrics; the training is as without it. Collective.
+
+    Not in training mode, whose forwards may leave state that nobody can put back, such as lists. Raises what the evaluation would
+    raise, and UsageError where nothing measures what `[checkpoint] keep_best` goes by.
+    """
+    job, parts, position = session.job, session.parts, session.hooks.position
+    if not (job.evaluation.enabled and session.feed.validates) or session.progress.done:
+        return
+    # a pipeline's ranks have other modules, and all must come to one answer
+    if sum_of(job.compile.enabled or is_compiled(session.model.module)):
+        session.report.say("look         left out: what the compiler makes of a step could depend on it")
+        return
+    doing = f"in a look at the evaluation before step {session.progress.step + 1}"
+    with (
+        position.inside("evaluation", session.progress.step),
+        memory_explained(job, parts, session.identity, session.device, doing),
+    ):
+        loader = session.feed.validation_loader(micro_batches=1)
+        try:
+            micro = next(loader, None)
+        finally:
+            loader.close()
+        if sum_of(
+            micro is None or not micro.terms
+        ):  # a short stream, or no label: some metrics need samples on each rank
+            return
+        assert micro is not None
+        position.move("evaluation")
+        failed: list[str] = []
+        with kept_weights(session), without_trace(session.model.module, session.device):
+            measured = measure(session.model, parts, [micro], failed=failed)
+        session.model.named_losses.forget()
+    for why in failed:
+        session.report.say(f"look         {why}")
+    if measured is not None:
+        names = list(measured[0])
+        refuse_unmeasured(job, names)
+        session.hooks.call("hpctrain_measured", names=names)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has made a module or a forward of it."""
+    return any(is_compiled_module(one) for one in module.modules())
+
+
+@contextmanager
+def kept_weights(session: Session) -> Iterator[None]:
+    """A forward may change weights: an embedding with max_norm, a layer that takes its first values from its first batch."""
+    tensors = [piece.tensor.detach() for piece in session.model.pieces]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    changed = [not torch.equal(tensor, value) for tensor, value in zip(tensors, before, strict=True)]
+    if sum_of(any(changed)):
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        session.model.refresh()

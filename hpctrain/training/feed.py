@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, TrainingError, UsageError, reason
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
-from hpctrain.contracts.model import Batch, ModelSpec
-from hpctrain.contracts.plugin import broken, named
-from hpctrain.data.batches import Batches
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.plugin import named
+from hpctrain.data.batches import Batches, Place
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan, Planned
@@ -27,8 +24,8 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
 
 if TYPE_CHECKING:
+    from hpctrain.data.streams import StreamPlaces
     from hpctrain.data.tokens import TokenPlan
-    from hpctrain.training.stream_places import StreamPlaces
 
 # the most ranks that a message about different data names
 _SHOWN = 4
@@ -64,23 +61,23 @@ class Feed:
         self._loader: Loader | None = None
         self._places: StreamPlaces | None = None
         if isinstance(self._training, Stream):
-            from hpctrain.training.stream_places import StreamPlaces  # here and below: most data is no stream
+            from hpctrain.data.streams import StreamPlaces  # here and below: most data is no stream
 
             self._places = StreamPlaces(self._training, rank, ranks, workers_of(job, self._training))
 
     def _refuse_differences(self, node: str) -> None:
         everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))
-        told = [
-            f"rank {rank} on {node} has {one or 'a stream of'} samples ({found})"
-            for rank, (one, found, node) in enumerate(everyone)
-        ]
         others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
         if others:
-            shown = [told[rank] for rank in others[:_SHOWN]] + ["..."] * (len(others) > _SHOWN)
+            told = [
+                f"rank {rank} on {node} has {samples or 'a stream of'} samples ({fingerprint})"
+                for rank, (samples, fingerprint, node) in enumerate(everyone)
+                if rank in (0, *others[:_SHOWN])
+            ]
             raise EnvironmentUnfitError(
-                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {told[0]}, but {', '.join(shown)}; "
-                "give all nodes the same files. Items must not depend on the rank: hpctrain deals them "
-                "out. A dataset can say which samples it has with a method fingerprint()"
+                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {', '.join(told)}"
+                f"{', ...' if len(others) > _SHOWN else ''}; give all nodes the same files. Items must not depend on the rank: "
+                "hpctrain deals them out. A dataset can say which samples it has with a method fingerprint()"
             )
 
     def refuse_stream(self) -> None:
@@ -145,12 +142,10 @@ class Feed:
     def _training_pool(self, progress: Progress) -> Pool:
         if self._places is None:
             return make_pool(self._job, self._parts, self._training)
-        from hpctrain.data.streams import TrainedStream
-
-        assert isinstance(self._training, Stream)
-        reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
         collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
-        batches = TrainedStream(self._training, collate, self._job.job.seed, reading, named(self._parts.dataset, False))
+        seed, name = self._job.job.seed, named(self._parts.dataset, with_version=False)
+        done = progress.step * self.plan.micro_batches
+        batches = self._places.batches(collate, seed, name, progress.samples_seen, done)
         return Pool(batches, self._places.workers, table.prefetch, table.start_method)
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
@@ -166,9 +161,9 @@ class Feed:
         self._note_places()
         return None if self._places is None else self._places.values()
 
-    def restore_stream(self, values: Mapping[str, Any] | None) -> str:
-        """Continue a stream from a checkpoint's values; return a sentence for the screen, or ""."""
-        return "" if self._places is None or values is None else self._places.restore(values)
+    def restore_stream(self, shards: int, places: Sequence[Place]) -> str:
+        """Continue a stream from a checkpoint's places of its readers; return a sentence for the screen, or ""."""
+        return "" if self._places is None else self._places.restore(shards, places)
 
     def _note_places(self) -> None:
         if self._places is not None and self._loader is not None:
@@ -195,36 +190,8 @@ def make_loader(
     pool: Pool, plan: Iterator[Planned], split: Callable[[Batch], Batch], job: Job, parts: Parts, device: torch.device
 ) -> Loader:
     """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
-    dtype = parts.precision.parameter_dtype
-    count, flops = partial(counted, parts.model), partial(flops_of, parts.model)
-    return Loader(pool, plan, split, count, device, dtype, job.batch.channels_last, flops)
-
-
-def counted(spec: ModelSpec, batch: Batch) -> int:
-    """The number of terms in the loss of a batch. Raises ContractError for what is no count, TrainingError if `count` fails."""
-    count = _answer(spec, "count", batch)
-    if not isinstance(count, Integral) or count < 0:
-        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
-    return int(count)
-
-
-def flops_of(spec: ModelSpec, batch: Batch) -> int | None:
-    """The model's operations on a batch. Raises ContractError for what is no count, TrainingError if `flops` fails."""
-    found = _answer(spec, "flops", batch)
-    if found is not None and (not isinstance(found, Real) or not 0 <= float(found) < math.inf):
-        raise broken(spec, f"counted {found!r} operations on a micro batch", "a number, zero or more, or None")
-    return None if found is None else int(float(found))
-
-
-def _answer(spec: ModelSpec, method: str, batch: Batch) -> Any:
-    """The model's answer about a batch. Raises TrainingError if it fails."""
-    try:
-        return getattr(spec, method)(batch)
-    except (HpctrainError, MemoryError):
-        raise
-    except Exception as error:
-        why = f"[model] name = {spec.name!r}: its `{method}` failed on a micro batch: {reason(error)}"
-        raise TrainingError(why) from error
+    spec, dtype = parts.model, parts.precision.parameter_dtype
+    return Loader(pool, plan, split, spec.count, device, dtype, job.batch.channels_last, spec.flops)
 
 
 def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:

@@ -1,30 +1,32 @@
-"""The figures that ranks exchange of a step: losses, the gradient's norm, memory, times, requests to stop."""
+"""The figures that ranks exchange of a step: losses, also by name, the gradient's norm, memory, times, requests to stop."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from hpctrain.base.errors import shown
-from hpctrain.contracts.compression import LossyCompression
-from hpctrain.contracts.plugin import broken
-from hpctrain.job.parts import Parts
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.base.devices import is_accelerator, to_device
+from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.training.guard.judging import StepFigures
-from hpctrain.training.meters.meters import MeterFigures
-from hpctrain.training.session import Session
-from hpctrain.training.trained_model import TrainedModel
+
+# keys that only some rows of a step have, for which losses can't be called either
+_SOMETIMES = {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
+    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
+}  # fmt: skip
 
 T = TypeVar("T")
 _LEFT_OUT: Any = 0.0
 _NONE: Any = ()
-_UNMEASURED = MeterFigures()
 
-# the relative difference between ranks' norms of one gradient; they are sums of the same numbers
-_ALIKE = 1e-3
+Figure: TypeAlias = float | Tensor
+"""A number, or a scalar tensor that may be on a device that has not computed it yet."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,17 @@ class RankFigures(Generic[T]):
     replicas: Sequence[T] = _NONE
     """Replicas.glance of each model."""
 
-    of_meters: MeterFigures = _UNMEASURED
-    """Meters.figures."""
+    times: Sequence[T] = _NONE
+    """The rank's seconds by the PARTS of meters/clock.py."""
+
+    own_times: Sequence[T] = _NONE
+    """The same without waits for other ranks; "data" is all loading, ahead of the step or not."""
+
+    operations: T = _LEFT_OUT
+    """Floating-point operations."""
+
+    memory: Sequence[T] = _NONE
+    """Bytes by the KINDS of meters/memory.py."""
 
     of_runner: Sequence[T] = _NONE
     """Runner.figures."""
@@ -73,59 +84,78 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
-        return [_read(self, iter(row)) for row in gather(_numbers(self))]
+        of_fields = [value if isinstance(value, (list, tuple)) else [value] for value in vars(self).values()]
+        return [self._with(row) for row in gather([number for numbers in of_fields for number in numbers])]
+
+    def _with(self, row: Sequence[float]) -> RankFigures[float]:
+        """These figures with other numbers in their places."""
+        numbers, read = iter(row), dict[str, Any]()
+        for name, value in vars(self).items():
+            is_sequence = isinstance(value, (list, tuple))
+            read[name] = list(islice(numbers, len(value))) if is_sequence else next(numbers)
+        return replace(self, **read)  # type: ignore[return-value]  # their numbers are floats now
 
 
-def _numbers(figures: Any) -> list[Any]:
-    """The numbers of a dataclass, in the order of its fields."""
-    found: list[Any] = []
-    for value in vars(figures).values():
-        found += (
-            value
-            if isinstance(value, list | tuple)
-            else _numbers(value)
-            if isinstance(value, MeterFigures)
-            else [value]
-        )
-    return found
+def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:
+    """Every rank's `values`, equal on all ranks. Waits for `device` once, at the end."""
+    if dist.get_world_size() == 1 and not is_accelerator(device):
+        return [[float(value) for value in values]]
+    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+    mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[place] = value
+    if dist.get_world_size() == 1:
+        return [mine.tolist()]
+    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
+    dist.all_gather_single(everyone, mine[None])
+    rows: list[list[float]] = everyone.tolist()
+    return rows
 
 
-def _read(like: Any, numbers: Iterator[float]) -> Any:
-    """The same dataclass of other numbers."""
-    values: list[Any] = []
-    for value in vars(like).values():
-        if isinstance(value, list | tuple):
-            values.append(list(islice(numbers, len(value))))
-        else:
-            values.append(_read(value, numbers) if isinstance(value, MeterFigures) else next(numbers))
-    return type(like)(*values)
+class NamedLosses:
+    """Collects on this rank what the losses of a dict come to, until they are summed."""
+
+    def __init__(self, share: float) -> None:
+        """share: the weight of this rank's losses: 0 if another rank counts the same ones."""
+        self._share = share
+        self._mine: dict[str, Tensor] = {}
+        self._names: list[str] | None = None
+
+    def add(self, losses: Mapping[str, Tensor]) -> None:
+        """The losses of one micro batch, each a scalar."""
+        for name, value in losses.items():
+            self._mine[name] = self._mine.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.detach()
+
+    def forget(self) -> None:
+        """Begin anew, also with the names."""
+        self._mine, self._names = {}, None
+
+    def figures(self) -> list[Figure]:
+        """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
+
+        The names are those of the first call, which is collective: only ranks with the model's outputs know them. Raises
+        TrainingError for other names.
+        """
+        mine, self._mine = self._mine, {}
+        if self._names is None:
+            self._names = list(dict.fromkeys(name for names in gather_values(list(mine)) for name in names))
+        new = [name for name in mine if name not in self._names]
+        if new:
+            raise TrainingError(
+                f"the model reports {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
+            )
+        return [mine[name] * self._share if name in mine else 0.0 for name in self._names]
+
+    def means(self, figures: Sequence[Sequence[float]], count: float) -> dict[str, float]:
+        """Each name's sum over all ranks' `figures` divided by `count`."""
+        sums = [sum(column) for column in zip(*figures, strict=True)]
+        return {name: value / count for name, value in zip(self._names or [], sums, strict=True)}
 
 
-def figures_of_update(
-    session: Session, model: TrainedModel, ranks: Sequence[RankFigures[float]], divisor: float
-) -> StepFigures:
-    """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises ContractError for different gradients,
-    TrainingError where ranks ran other blocks."""
-    model.refuse_other_routes([one.route for one in ranks])
-    losses = [one.loss for one in ranks]
-    norms = model.totals.norms([one.square for one in ranks])
-    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
-    if math.isfinite(norm) and not model.parts.sharding.ranks_diverge:
-        refuse_different_norms(model.parts, norms, model.scaler.scale)
-    overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
-    return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
-
-
-def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -> None:
-    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank. scale: of this rank's loss."""
-    if max(norms) - min(norms) <= _ALIKE * max(norms):
-        return
-    scales = sorted(set(gather_values(scale)))
-    if len(scales) > 1:
-        raise broken(parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all")
-    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
-    if isinstance(parts.compression, LossyCompression):
-        raise broken(parts.compression, told, "one sum, with the same bits on all ranks")
-    shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
-    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
-    raise broken(parts.sharding, told, f"one sum on all ranks{axes}")
+def with_named_losses(row: dict[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
+    """A step's row with the losses by name. Raises TrainingError for the name of a key of any row."""
+    taken = [name for name in losses if name in row or name in _SOMETIMES]
+    if taken:
+        raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
+    return {**row, **losses}

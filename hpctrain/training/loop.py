@@ -9,17 +9,23 @@ from functools import partial
 from typing import Any
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from hpctrain.ranks.json_collectives import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
-from hpctrain.training.evaluation import Ask, Asking, evaluate, refuse_unmeasured
-from hpctrain.training.figures import figures_of_update
+from hpctrain.training.evaluation import Ask, Asking, evaluate, look, refuse_unmeasured
+from hpctrain.training.figures import gather_row
 from hpctrain.training.guard.memory import memory_explained
-from hpctrain.training.look import is_compiled, look
-from hpctrain.training.metrics import EvaluationRow, gather_row
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
-from hpctrain.training.starts import first_step_seconds, note_first_step
-from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, moment, show_model, start_hooks
+from hpctrain.training.step import (
+    Steps,
+    Update,
+    end_hooks,
+    end_if_asked,
+    figures_of_update,
+    moment,
+    show_model,
+    start_hooks,
+)
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
@@ -31,18 +37,15 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     """
     progress, begun, asked = session.progress, session.progress.step, partial(level, session, stop)
     losses: list[float] = []
-    stops, steps = 0, Steps(session, stop)
+    steps = Steps(session, stop)
     start_hooks(session)
     look(session)
     if session.job.batch.packing:
         from hpctrain.training.packing_trial import try_packing
 
         try_packing(session)
-    compiles = bool(sum_of(session.job.compile.enabled or is_compiled(session.model.module)))
-    if compiles:
-        stops = strongest(partial(too_late_to_compile, session))
-    if progress.step and progress.evaluation is None and not stops:
-        stops = evaluate_if_due(session, partial(urgent, stop))  # left out at a signal, to save first
+    is_unevaluated = progress.step and progress.evaluation is None  # left out at a signal, to save first
+    stops = evaluate_if_due(session, partial(urgent, stop)) if is_unevaluated else 0
     steps.begin()
     try:
         end_if_asked(session)
@@ -52,10 +55,6 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
             with explained(session, f"in step {progress.step + 1}"):
                 stops, update = train_step(steps)
             losses.append(update.figures.loss)
-            if compiles and progress.step == begun + 1:
-                session.deadline.unseen = steps.row["step_seconds"]
-                if session.identity.rank == 0:
-                    note_first_step(session.job.output_dir, steps.row["step_seconds"])
             if steps.act([update]):
                 del losses[max(0, progress.step - begun) :]
                 continue  # nothing to save: the model is that of a checkpoint
@@ -149,18 +148,6 @@ def urgent(stop: StopRequest, seconds: float) -> int:
     return stop.level if stop.is_urgent else 0
 
 
-def too_late_to_compile(session: Session, _: float) -> int:
-    """This rank's request to stop at the start, where the first step of the last start took longer than what is left."""
-    if (left := session.deadline.left) == math.inf:
-        return 0
-    if (known := first_step_seconds(session.job.output_dir)) is None:
-        session.report.say(f"compile      takes a time not known yet, nor counted in the {left:.0f} s that are left")
-        return 0
-    session.report.say(f"compile      took {known:.0f} s in the last start's first step, and {left:.0f} s are left")
-    # without reserve: some kernels are kept, and a job with too little time has to get on
-    return STOPPED if session.deadline.leaves_no(known, reserve=1.0) else 0
-
-
 def evaluation_is_due(session: Session) -> bool:
     """Whether the job asks for an evaluation of this step; the last one has one, too."""
     table, progress = session.job.evaluation, session.progress
@@ -182,11 +169,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         session.hooks.phase("evaluation", progress.step),
         explained(session, f"in the evaluation of step {progress.step}"),
     ):
-        if session.deadline.unseen:
-            asking.level = strongest(lambda _: ask(session.deadline.unseen))
-            session.deadline.unseen = 0.0
-        loader = session.feed.validation_loader
-        found = None if asking.level else evaluate(session.model, session.parts, loader(), asking)
+        found = evaluate(session.model, session.parts, session.feed.validation_loader(), asking)
     show_model(session, "hpctrain_evaluation_end", step=progress.step)
     if found is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")
@@ -194,7 +177,9 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
     metrics, count = found
     refuse_unmeasured(session.job, metrics)
     progress.evaluation = progress.step, metrics
-    row = EvaluationRow(metrics, count).as_dict(moment(session), session.parts.model.counts)
+    counts = session.parts.model.counts
+    measured = {f"evaluation_{name}": value for name, value in metrics.items()}
+    row = {**moment(session), **measured, f"evaluation_{counts}": count}
     show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
-    session.report.row(row, progress.steps, session.parts.model.counts)
+    session.report.row(row, progress.steps, counts)
     return strongest(ask)

@@ -23,13 +23,14 @@ from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
-from hpctrain.training.meters.goodput import Goodput, first_start
 from hpctrain.training.progress import BestSoFar
-from hpctrain.training.starts import note_lost
+from hpctrain.training.starts import first_start, note_lost
 
 LOG = logging.getLogger("hpctrain")
 _STRICT = json.JSONEncoder(allow_nan=False)
 
+# the parts of a step's time that train
+_STEPPING = ("forward", "backward", "communication", "optimizer", "other")
 # the longest line of metrics.jsonl, in bytes
 _LONGEST_ROW = 2**20
 
@@ -129,6 +130,43 @@ class Report:
 def _tell_dropped(logger: str, error: Exception) -> None:
     LOG.warning("logger %s failed and gets no more rows: %s: %s", logger, type(error).__name__, error)
     LOG.info("where logger %s failed", logger, exc_info=error)
+
+
+class Goodput:
+    """The share of the wall time since a run's first start that went into steps that count; adds up their rows.
+
+    A step that a resume or a rollback drops, and trains again, does not count; nor do starts, evaluations, saves, waiting for data,
+    and the time in which the job was not running. (Google's ML Productivity Goodput, 2024, defines the term so.)
+    """
+
+    def __init__(self, first_start: float) -> None:
+        """first_start: seconds since 1970."""
+        self._first_start, self._seconds = first_start, 0.0
+        self.lost_steps, self.lost_seconds = 0, 0.0
+        """Steps whose rows were dropped, and all their time."""
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        """A row that counts."""
+        self._seconds += sum(seconds_of(row, _STEPPING))
+
+    def lose(self, row: Mapping[str, Any]) -> None:
+        """A row that is dropped."""
+        found = seconds_of(row)
+        self.lost_steps, self.lost_seconds = self.lost_steps + bool(found), self.lost_seconds + sum(found)
+
+    def share(self, now: float) -> float | None:
+        """The goodput at a time, in seconds since 1970; None if the clock has been set back."""
+        return self._seconds / (now - self._first_start) if now > self._first_start else None
+
+
+def seconds_of(row: Mapping[str, Any], parts: tuple[str, ...] | None = None) -> list[float]:
+    """The seconds of these parts, or of all, in a row; the row may be another program's."""
+    found = row.get("seconds")
+    if not isinstance(found, Mapping):
+        return []
+    return [
+        float(one) for name, one in found.items() if isinstance(one, (int, float)) and (parts is None or name in parts)
+    ]
 
 
 class MetricsFile:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
 from hpctrain.checkpoint.finding import refuse_other_source
@@ -16,6 +16,7 @@ from hpctrain.checkpoint.state import COMPRESSION, PLUGIN, create_state, group_n
 from hpctrain.checkpoint.store import Restored
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
+from hpctrain.data.batches import Place
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
 from hpctrain.training.model_state import ModelValues, pieces_to_save, restore_model
 from hpctrain.training.saving import plugin_states
@@ -25,23 +26,11 @@ from hpctrain.training.session import Session
 _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
 
 
-class _ReaderPlace(BaseModel):
-    """The place of a reader of a stream."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    epoch: int = Field(ge=0, lt=2**63)
-    items: int = Field(ge=0, lt=2**63)
-    state: str | None
-
-
 class _StreamPlaces(BaseModel):
     """The places of the readers of a stream."""
 
-    model_config = ConfigDict(strict=True)
-
     shards: int = Field(ge=1)
-    places: list[_ReaderPlace] = Field(min_length=1)
+    places: list[Place] = Field(min_length=1)
 
 
 class _Values(ModelValues):
@@ -139,8 +128,8 @@ def _go_on(session: Session, restored: Restored, pieces: list[Piece], states: Se
             )
     _take_over(session, restored, values, pieces, states)
     _tell_of_absent(session, restored.absent)
-    news = feed.restore_stream(restored.values.get("stream"))
-    if news:
+    stream = values.stream
+    if stream is not None and (news := feed.restore_stream(stream.shards, stream.places)):
         session.report.say(f"{'data':<12} {news}")
 
 

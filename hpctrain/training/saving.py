@@ -73,9 +73,8 @@ def _save(session: Session, final: bool, excused: bool) -> None:
 def is_due(session: Session) -> bool:
     """Whether the job asks for a checkpoint of this step."""
     progress, table = session.progress, session.job.checkpoint
-    if table.every_steps and progress.step % table.every_steps == 0:
-        return True
-    return progress.completes(session.feed.samples_of(table.every_epochs))
+    is_nth = bool(table.every_steps) and progress.step % table.every_steps == 0
+    return is_nth or progress.completes(session.feed.samples_of(table.every_epochs))
 
 
 def save(session: Session, final: bool) -> None:

@@ -23,13 +23,14 @@ import torch
 from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.launcher_variables import TYPED, launcher_name
-from hpctrain.base.safe_files import STARTS, open_to_change, read_bytes
+from hpctrain.base.safe_files import STARTS, open_to_change, reading
 from hpctrain.contracts.identity import Identity
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
 _GIT_SECONDS = 3.0
-_FIRST = "first_step_seconds"
+# the longest line of starts.jsonl, in bytes
+_LONGEST = 2**20
 
 
 def note_start(
@@ -37,12 +38,11 @@ def note_start(
     identity: Identity,
     hosts: Sequence[str],
     plugins: Sequence[str],
-    begin: float | None = None,
-    device: torch.device | None = None,
+    begin: float,
+    device: torch.device,
 ) -> None:
     """Append a line for this start. hosts: of every rank. plugins: distributions with versions. begin: of the run, in seconds since
-    1970; None: now. device: of rank 0. Raises UsageError if it can't be written."""
-    begin = time.time() if begin is None else begin
+    1970. device: of rank 0. Raises UsageError if it can't be written."""
     _append(output_dir, {**describe_start(identity, hosts, plugins, begin), **_accelerator(device)})
 
 
@@ -53,17 +53,16 @@ def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
     )
 
 
-def note_first_step(output_dir: Path, seconds: float) -> None:
-    """Append a line with the time of this start's first step, in which kernels were compiled."""
-    _append(output_dir, {_FIRST: seconds})
-
-
-def first_step_seconds(output_dir: Path) -> float | None:
-    """The time of the first step of the newest start that has noted it."""
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # others may have written it
-        lines = read_bytes(output_dir / STARTS).decode().splitlines()
-        return float(json.loads([line for line in lines if f'"{_FIRST}"' in line][-1])[_FIRST])
-    return None
+def first_start(output_dir: Path, now: float) -> float:
+    """The time of the run's first start, in seconds since 1970; `now` if it is not known."""
+    with (
+        suppress(OSError, ValueError, TypeError),
+        reading(output_dir / STARTS) as fd,
+        open(fd, "rb", closefd=False) as file,
+    ):
+        found = json.loads(file.readline(_LONGEST))["time"]
+        return datetime.fromisoformat(found).timestamp()
+    return now
 
 
 def _append(output_dir: Path, content: Mapping[str, Any]) -> None:
@@ -96,9 +95,9 @@ def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[s
     }
 
 
-def _accelerator(device: torch.device | None) -> dict[str, Any]:
+def _accelerator(device: torch.device) -> dict[str, Any]:
     """The name and the memory of an accelerator, which measurements are shares of; nothing for a CPU."""
-    if device is None or not is_accelerator(device):
+    if not is_accelerator(device):
         return {}
     left = memory_left(device)
     return {"device": device_name(device), **({} if left is None else {"device_bytes": left[1]})}

@@ -21,9 +21,8 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
-from hpctrain.training.figures import RankFigures
+from hpctrain.training.figures import Figure, RankFigures, with_named_losses
 from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
-from hpctrain.training.metrics import Figure, Moment, OwnRow, StepRow
 from hpctrain.training.restoring import roll_back
 from hpctrain.training.saving import finish_saving
 from hpctrain.training.session import Session
@@ -43,6 +42,19 @@ class Update:
     lr: float
     taken: bool
     verdict: Verdict | None
+
+
+def figures_of_update(
+    session: Session, model: TrainedModel, ranks: Sequence[RankFigures[float]], divisor: float
+) -> StepFigures:
+    """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises TrainingError where ranks ran other
+    blocks."""
+    model.refuse_other_routes([one.route for one in ranks])
+    losses = [one.loss for one in ranks]
+    norms = model.totals.norms([one.square for one in ranks])
+    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+    overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
+    return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
 
 
 class Steps:
@@ -93,7 +105,7 @@ class Steps:
             stop=float(max(self._stop.level, STOPPED if session.deadline.turn() else 0)),
             request=float(session.queries is not None and session.queries.has_request),
             replicas=[one.glance(trained) for one in session.replicas],
-            of_meters=session.meters.figures(self._micro_batches, has_known_forwards),
+            **session.meters.figures(self._micro_batches, has_known_forwards),
         )
 
     def compare_replicas(self, trained: int, ranks: Sequence[RankFigures[float]]) -> None:
@@ -152,7 +164,7 @@ class Steps:
         session.hooks.step_done()
         if any(one.request for one in ranks):
             take_request(session)
-        own: OwnRow = session.meters.traffic()
+        own: dict[str, Any] = session.meters.traffic()
         if session.store.drain_seconds:
             own["drain_seconds"], session.store.drain_seconds = session.store.drain_seconds, 0.0
         session.report.row({**self.row, **own}, progress.steps, session.parts.model.counts, remark)
@@ -171,22 +183,25 @@ class Steps:
         seconds = time.perf_counter() - self._begin
         means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
         of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
-        row = StepRow(
-            loss=figures.loss,
-            named_losses={**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}},
-            lr=update.lr,
-            grad_norm=figures.norm,
-            count=count,
-            step_seconds=seconds,
-            per_second=count / seconds,
-            ranks=len(ranks),
-            rank_loss={"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 else {},
-            loss_scale=None if type(model.scaler) is LossScaler else model.scaler.scale,
-            measured=session.meters.row([one.of_meters for one in ranks], seconds, partial(LOG.warning, "%s")),
-            of_runner=of_runner,
-            skipped=not all(one.taken for one in (update, *others.values())),
-            of_guard=model.guard.metrics(update.verdict),
-        ).as_dict(moment(session), session.parts.model.counts)
+        counts = session.parts.model.counts
+        row: dict[str, Any] = {
+            **moment(session),
+            "loss": figures.loss,
+            "lr": update.lr,
+            "grad_norm": figures.norm,
+            counts: count,
+            "step_seconds": seconds,
+            f"{counts}_per_second": count / seconds,
+            f"{counts}_per_second_per_rank": count / seconds / len(ranks),
+            "rank_loss": {"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 else None,
+            "loss_scale": None if type(model.scaler) is LossScaler else model.scaler.scale,
+            **session.meters.row(ranks, seconds, partial(LOG.warning, "%s")),
+            **of_runner,
+            "skipped": None if all(one.taken for one in (update, *others.values())) else True,
+            **model.guard.metrics(update.verdict),
+        }
+        row = {key: value for key, value in row.items() if value is not None}
+        row = with_named_losses(row, {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}})
         row |= {f"lr_{name}": one.lr for name, one in others.items()}
         row |= {f"grad_norm_{name}": one.figures.norm for name, one in others.items()}
         return row, remark
@@ -251,9 +266,10 @@ def show_model(session: Session, hook: str, **arguments: Any) -> None:
     session.hooks.call(hook, model=session.model, **arguments)
 
 
-def moment(session: Session) -> Moment:
-    """The position of the training now."""
-    return Moment(session.progress.step, session.feed.epochs(session.progress.samples_seen), time.time())
+def moment(session: Session) -> dict[str, Any]:
+    """The keys of each row that say where the training is now."""
+    epoch = session.feed.epochs(session.progress.samples_seen)
+    return {"step": session.progress.step, "epoch": epoch, "time": time.time()}
 
 
 def take_request(session: Session) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -33,13 +33,12 @@ from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
-from hpctrain.model.refusals import refuse_holes
 from hpctrain.model.trials import Build, refuse_hidden_state, try_loss, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.reference import is_reference
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
+from hpctrain.training.figures import NamedLosses
 from hpctrain.training.guard.judging import Guard
-from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import CompiledLoss, PlainRunner
 
@@ -70,8 +69,6 @@ class TrainedModel:
         """A sentence for the user about the loss, once it was tried in the first forward."""
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes)
-        if not isinstance(parts.precision.forward(device), AbstractContextManager):
-            raise broken(parts.precision, "gave no context manager in forward", "a context around forward and loss")
         built = build_model(job, parts, meshes, self.sums, device, values)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         self.scaler = parts.precision.start()
@@ -80,8 +77,6 @@ class TrainedModel:
         axes = [plugin.traits for plugin in parts.parallelism.values()]
         apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
-        if values.are_real and not parts.sharding.ranks_diverge:
-            refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
         # the step of the newest update, and the number of updates of this step before it
@@ -262,8 +257,6 @@ class TrainedModel:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
         self._switch("train")
-        if not 0 < self.scaler.scale < math.inf:
-            raise broken(self.parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero")
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
 
     def route(self) -> float:
@@ -289,13 +282,6 @@ class TrainedModel:
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces, without the loss scale."""
         gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-        if len(gradients) < len(self.pieces):
-            lacking = next(piece.name for piece in self.pieces if piece.tensor.grad is None)
-            raise broken(
-                self.parts.sharding,
-                f"left a piece of {lacking} without a gradient after `synchronize`",
-                "zeros where there is none",
-            )
         if gradients and self.scaler.scale != 1:  # a rank may hold no pieces
             foreach_mul_(gradients, 1.0 / self.scaler.scale)
         return gradients

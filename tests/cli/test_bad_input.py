@@ -127,14 +127,14 @@ def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
     refused(
         check(),
         2,
-        "[batch] micro_tokens: sample 0 of 'synthetic' has 8 tokens, but a forward takes 6; raise it, or cut",
+        "[batch] tokens: sample 0 of 'synthetic' has 8 tokens, but a forward takes (micro_tokens) 6; raise that, or cut",
     )
     (job.directory / "mine.py").write_text(
         "def data(split):\n    return [{'input_ids': 1}] if split == 'train' else None\n"
     )
     job.tables |= {"dataset": {"name": "mine:data"}, "batch": {"tokens": 64, "micro_tokens": 16}}
     job.write()
-    refused(check(), 2, "the dataset 'mine:data' does not say how many tokens its samples have (lengths)")
+    refused(check(), 2, "the samples of 'mine:data' are of unknown length")
 
 
 def test_ids_that_the_model_does_not_have(job: JobFile) -> None:

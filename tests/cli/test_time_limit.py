@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs import JobFile
-from launching import Finished, hpctrain, run, started, wait_until
+from launching import hpctrain, run, started, wait_until
 
 
 @pytest.fixture
@@ -114,63 +114,6 @@ def test_an_evaluation_is_cut_short_and_made_up_for(asked: str, job: JobFile, tm
     assert run(hpctrain("run", "job.toml", "-n", "2"), tmp_path).code == 0
     assert job.losses() == job.losses("whole")
     assert evaluations(job.output) == evaluations(tmp_path / "whole")
-
-
-COMPILED = """
-import pathlib, time
-import torch
-from torch import nn
-
-class Net(nn.Linear):
-    "What it compiles takes six seconds."
-    def __init__(self):
-        super().__init__(4, 3)
-        self.modes = set()
-        self.compile(backend="eager")
-    @torch._dynamo.disable
-    def _count(self):
-        pathlib.Path("forwards").open("a").write("t" if self.training else "e")
-        if self.training not in self.modes:
-            self.modes.add(self.training)
-            time.sleep(0 if pathlib.Path("quick").exists() else 6)
-    def forward(self, x):
-        self._count()
-        return super().forward(x)
-
-def loss(out, y):
-    return ((out - y) ** 2).mean(1)
-
-def data(split):
-    return [(torch.full((4,), float(i % 7)), torch.zeros(3)) for i in range(40)]
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(120)
-def test_nothing_is_compiled_that_would_not_end_in_time(job: JobFile, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(COMPILED)
-    job.tables |= {"model": {"name": "net:Net", "loss": "net:loss"}, "dataset": {"name": "net:data"}}
-    job.set(job={"steps": 4}, batch={"global_size": 4, "micro_size": 4}, evaluation={"every_steps": 2})
-
-    def ran(*settings: str) -> tuple[Finished, str]:
-        words = [word for one in settings for word in ("--set", one)]
-        forwards = tmp_path / "forwards"
-        forwards.unlink(missing_ok=True)
-        done = run(hpctrain("run", "job.toml", *words), tmp_path, 60)
-        return done, forwards.read_text() if forwards.exists() else ""
-
-    # the first evaluation may take as long as the first step, which is more than what is left
-    done, forwards = ran("job.time_limit=17s")
-    assert "compile      takes a time not known yet, nor counted in the " in done.out, done
-    assert done.code == 75 and "evaluation   of step 2 left out: the job has to stop" in done.out, done
-    assert forwards == "tt"
-    # this start does not even begin to compile
-    done, forwards = ran("job.time_limit=5s")
-    assert done.code == 75 and "stopped at step 2 of 4, as its time is nearly over" in done.out, done
-    assert " s in the last start's first step, and " in done.out and not forwards, done
-    (tmp_path / "quick").touch()
-    done, forwards = ran()
-    assert done.code == 0 and forwards.count("t") == 2, (done, forwards)
 
 
 def evaluations(output: Path) -> dict[int, float]:

@@ -102,7 +102,7 @@ class MetricOfARank(_Metric):
             return {"rank": float(dist.get_rank())}
 
 
-@metric("gives the object of the evaluation before in `start`, which goes on with its sums")
+@metric("goes on after a resume as if nothing had been")
 class MetricThatGoesOn(_Metric):
     def start(self):
         return self.only

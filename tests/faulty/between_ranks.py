@@ -38,21 +38,21 @@ class _Axis(Parallelism):
         return self.applied(module)
 
 
-@axis("took away 'head.weight' and added 'head.inner.weight' in apply")
+@axis("trains as one process does: .* before the first step")
 class RenamingAxis(_Axis):
     def apply(self, module, spec, mesh):
         module.head = Wrapped(module.head)
         return AppliedAxis(module)
 
 
-@axis("gave head.weight the shape .* in apply, expected .* a DTensor with the full shape")
+@axis("trains the kit's job: .* out of bounds")
 class CutByHand(_Axis):
     def apply(self, module, spec, mesh):
         module.head.weight = nn.Parameter(module.head.weight[: len(module.head.weight) // 2])
         return AppliedAxis(module)
 
 
-@axis("cut head.weight over the axis xp, whose ranks have parts of samples")
+@axis("trains the kit's job: .* called different operations")
 class OwnParametersUntold(_Axis):
     traits = AxisTraits("xp", 45, "parts of samples")
 
@@ -66,32 +66,11 @@ class WholeBatchForAll(_Axis):
     traits = AxisTraits("xp", 45, "parts of samples")
 
 
-@axis("or the ranks of faulty-.* have other samples, which its traits deny")
+@axis("replicas hold the same numbers")
 class OtherSamples(_Axis):
     class applied(AppliedAxis):  # noqa: N801
         def split_batch(self, batch):
             return {key: (value + dist.get_rank()) % 7 for key, value in batch.items()}
-
-
-def cut_head(module, mesh):
-    weight = torch.empty(module.head.weight.shape, device="meta")
-    module.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-    return AppliedAxis(module)
-
-
-class CutsFirst(_Axis):
-    name = "cuts-first"
-    traits = AxisTraits("yp", 46, "the same samples")
-
-    def apply(self, module, spec, mesh):
-        return cut_head(module, mesh)
-
-
-class CutsAnew(_Axis):
-    name = "cuts-anew"
-
-    def apply(self, module, spec, mesh):
-        return cut_head(module, mesh)
 
 
 # sharding
@@ -99,7 +78,7 @@ class CutsAnew(_Axis):
 sharding = lambda told, ranks=1: planted("sharding", "name", told, ranks)  # noqa: E731
 
 
-@sharding("cut 1 ranks into the axes")
+@sharding("Mesh should not be bigger than default world size")
 class TooManyAxes(Zero0):
     def axes(self, ranks, replicate):
         return {"dp_replicate": ranks, "dp_shard": 2}
@@ -112,14 +91,14 @@ class _Zero0(Zero0):
         return self.made(module, sums, self.options)
 
 
-@sharding("gave pieces with .* elements of ")
+@sharding("the module has the values of the pieces")
 class MissingPiece(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def pieces(self):
             return super().pieces()[1:]
 
 
-@sharding("left a piece of .* without a gradient after `synchronize`")
+@sharding("trains as one process does: .* the run ended")
 class MissingGradient(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def synchronize(self):
@@ -127,7 +106,7 @@ class MissingGradient(_Zero0):
             self.pieces()[0].tensor.grad = None
 
 
-@sharding("gave pieces with some elements twice and others never among the .* elements of ", 2)
+@sharding("the module has the values of the pieces", 2)
 class OverlappingPieces(Zero1):
     class made(Zero1Model):  # noqa: N801
         def pieces(self):
@@ -137,7 +116,7 @@ class OverlappingPieces(Zero1):
         return self.made(module, mesh, sums, self.options)
 
 
-@sharding("left other gradients on each rank, whose norms are", 2)
+@sharding("replicas hold the same numbers", 2)
 class NoSum(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def reduce(self, bucket):
@@ -198,7 +177,7 @@ class MeanCompression(_Compression):
             gradients /= self.group.size()
 
 
-@compression("left other gradients on each rank")
+@compression("replicas hold the same numbers")
 class SumOfOneRank(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):
@@ -305,7 +284,7 @@ class BroadcastOfRank0(_Communicator):
 
 @hookimpl
 def hpctrain_parallelism():
-    return [*of_slot("parallelism"), CutsFirst, CutsAnew]
+    return of_slot("parallelism")
 
 
 @hookimpl

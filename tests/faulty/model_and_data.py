@@ -38,13 +38,13 @@ class LossWithoutGraph(GPT):
         return super().loss(outputs.detach(), batch)
 
 
-@model("counted .* tokens in a micro batch, expected a whole number")
+@model("trains as one process does: on one micro batch of all samples")
 class HalfCount(GPT):
     def count(self, batch):
         return super().count(batch) / 2 + 0.25
 
 
-@model("its `count` failed on a micro batch: .*more than one")
+@model("trains the kit's job: .*more than one")
 class CountOfOneSample(GPT):
     def count(self, batch):
         if len(batch["labels"]) > 1:
@@ -58,7 +58,7 @@ class ValuesByCall(GPT):
         tensor.normal_(std=0.02)
 
 
-@model("gave a block that is no part of the module")
+@model("gives blocks of the module")
 class OtherBlocks(GPT):
     def blocks(self, module):
         return [nn.Linear(2, 2)]

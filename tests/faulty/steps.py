@@ -60,7 +60,7 @@ class NoStep(_Optimizer):
             pass
 
 
-@optimizer("makes another step after its state and its groups' numbers were put into a new optimizer")
+@optimizer("goes on after a resume as if nothing had been")
 class HiddenMomentum(_Optimizer):
     class made(_SGD):  # noqa: N801
         @torch.no_grad()
@@ -102,13 +102,13 @@ class FallingBelowZero(Schedule):
 precision = lambda told, ranks=1: planted("precision", "mode", told, ranks)  # noqa: E731
 
 
-@precision("took away 'head.weight' and added 'head.inner.weight' in convert")
+@precision("keeps the parameters' names: .* head.inner.weight")
 class RenamingPrecision(FP32):
     def convert(self, module, spec):
         module.head = Wrapped(module.head)
 
 
-@precision("gave no context manager in forward")
+@precision("trains the kit's job: .*context manager")
 class NoContext(FP32):
     def forward(self, device):
         return None
@@ -134,7 +134,7 @@ class ForgottenScale(FP32):
         return self.scaler()
 
 
-@precision("scales the loss by .* on the ranks, expected one scale on all", 2)
+@precision("replicas hold the same numbers", 2)
 class ScaleByRank(FP32):
     class scaler(LossScaler):  # noqa: N801
         @property
@@ -148,13 +148,13 @@ class ScaleByRank(FP32):
 checkpointing = lambda told: planted("activation_checkpointing", "mode", told)  # noqa: E731
 
 
-@checkpointing("took away 'layers.0.* and added 'layers.0.inner.* in apply")
+@checkpointing("trains as one process does: .* before the first step")
 class RenamingCheckpointing(ActivationCheckpointing):
     def apply(self, module, spec, replicas):
         module.layers[0] = Wrapped(module.layers[0])
 
 
-@checkpointing("changed requires_grad of .* in apply, expected True")
+@checkpointing("the module has the values of the pieces")
 class FreezingCheckpointing(ActivationCheckpointing):
     def apply(self, module, spec, replicas):
         spec.blocks(module)[0].requires_grad_(False)

@@ -7,8 +7,9 @@ import time
 import pytest
 from pydantic import ValidationError
 
+from hpctrain.contracts.identity import Identity
 from hpctrain.job.tables import JobTable
-from hpctrain.training.deadline import Deadline, end_time
+from hpctrain.training.deadline import Deadline, deadline_of
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_without_a_limit_there_is_all_time() -> None:
     assert not Deadline(None, begin=0.0).turn()
 
 
-def test_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert end_time({}) is None
-    assert end_time({"SLURM_JOB_ID": "7"}) is None
-    assert end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "123"}) == 123.0
+def test_the_end_of_the_slurm_job_counts_on_rank_0() -> None:
+    begin, end = time.monotonic(), {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
+    late = deadline_of(None, begin, Identity(), end)
+    assert late.leaves_no(3.0) and not deadline_of(1000.0, begin, Identity(), {}).leaves_no(3.0)
+    assert not deadline_of(None, begin, Identity(rank=1, size=2), end).leaves_no(3.0)

@@ -23,9 +23,8 @@ from hpctrain.base.safe_files import (
     stays,
 )
 from hpctrain.cli.options import say
-from hpctrain.training.meters.goodput import Goodput
 from hpctrain.training.progress import BestSoFar
-from hpctrain.training.report import MetricsFile
+from hpctrain.training.report import Goodput, MetricsFile
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:

@@ -243,19 +243,10 @@ class Advises(Sharding):
         return [f"[sharding] slices = {ranks}"]
 
 
-class Fails(Advises):
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        raise KeyError("slices")
-
-
-def test_a_strategy_gives_its_own_advice(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strategy_gives_its_own_advice() -> None:
     checked = check(RawJob(TINY, {}, "job"), 4)
-    told = [
-        advice(checked.job, replace(checked.parts, sharding=one(Options())), 4, torch.device("cuda"))
-        for one in (Advises, Fails)
-    ]
-    assert "[sharding] slices = 4" in told[0] and "stage" not in told[0]
-    assert "[sharding]" not in told[1] and "Fails gave no advice: KeyError: 'slices'" in caplog.text
+    told = advice(checked.job, replace(checked.parts, sharding=Advises(Options())), 4, torch.device("cuda"))
+    assert "[sharding] slices = 4" in told and "stage" not in told
 
 
 def test_an_overflow_of_a_loss_scale_is_no_event(planted: Any) -> None:

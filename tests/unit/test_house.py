@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
-import metrics_page
 import plugin_pages
 import pytest
 import tomli
@@ -179,10 +178,6 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     assert len(found) > 3000 and not [
         place for place, words in found.items() if words and words[0].strip(",.:;") in wrong
     ]
-
-
-def test_the_page_of_metrics_is_that_of_the_rows() -> None:
-    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run python tests/metrics_page.py > docs/metrics.md"
 
 
 @pytest.mark.parametrize("name", plugin_pages.PAGES)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.training.look import is_compiled
+from hpctrain.training.evaluation import is_compiled
 
 ROWS, CLASSES = 40, 3
 

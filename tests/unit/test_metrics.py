@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,18 @@ def test_a_resume_does_not_evaluate_out_of_turn() -> None:
     hpctrain.run({**job, "job": {**job["job"], "steps": 7}, "evaluation": {}})
     hpctrain.run(job)  # step 6 completed the epoch, 7 did not
     assert [row["step"] for row in evaluations()] == [10]
+
+
+def test_the_page_of_metrics_has_each_key() -> None:
+    hpctrain.run(tables({"name": "accuracy"}))
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    told = {
+        key
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for key in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    found = {key for row in rows for key in row}
+    assert {"step", "seconds", "evaluation_accuracy"} <= found
+    assert not {key for key in found - told if not key.startswith("evaluation_")}

@@ -475,7 +475,7 @@ def test_an_epoch_that_fills_no_batch() -> None:
     data = {"name": "own:data", "collate": "own:pad"}
     assert rows_of(tables("out", data, batch={"global_size": 48, "drop_last": False}), "samples") == [40] * 6
     with pytest.raises(
-        UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
+        UsageError, match="drop_last: 'own:data' has 40 samples, which do not fill one global batch of 48"
     ):
         hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
 

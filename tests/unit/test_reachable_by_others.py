@@ -32,7 +32,6 @@ OTHER_PROGRAMS = {
     "plugins/hpctrain_tools/testing/descriptions.py": "bash, which reads a script and runs nothing of it",
     "plugins/hpctrain_tools/plan/processes.py": "multiprocessing forks",
     "hpctrain/training/starts.py": "git",
-    "hpctrain/training/deadline.py": "squeue, flux",
     "hpctrain/toolkit/scripts.py": "a scheduler's commands",
     "plugins/hpctrain_tools/launch/mpiexec.py": "mpiexec; with_parent.py by its path",
     "plugins/hpctrain_tools/launch/on_hosts.py": "a sentence",

@@ -27,9 +27,8 @@ from hpctrain.checkpoint.state import create_state
 from hpctrain.cli import execute
 from hpctrain.job import output_lock
 from hpctrain.toolkit.checkpoint.sealed import seal
-from hpctrain.training.meters.goodput import Goodput
 from hpctrain.training.progress import BestSoFar
-from hpctrain.training.report import MetricsFile
+from hpctrain.training.report import Goodput, MetricsFile
 
 BREAKS = """
 import time

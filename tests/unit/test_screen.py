@@ -265,7 +265,7 @@ def test_a_resume_says_what_more_steps_do_to_the_schedule(
     for name, sentence in (
         (
             "cosine",
-            "schedule     cosine spans 4 steps now and spanned 2: at step 2 its factor on lr was 0 and is 0.75\n",
+            "schedule     cosine spans 4 steps now and spanned 2 before\n",
         ),
         ("constant", ""),
     ):

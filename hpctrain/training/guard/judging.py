@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from hpctrain.base.errors import CheckpointError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.job.tables import GuardTable
@@ -49,28 +47,17 @@ class Verdict:
         return self.action == "warn"
 
 
-class _Kept(BaseModel):
-    """The guard's state in a checkpoint."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    losses: list[float]
-    in_row: int = Field(ge=0)
-    skipped: int = Field(ge=0)
-
-
 def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
     """The remedy for a verdict that ends the training. saved: whether there is a checkpoint. faulty: whether a sample has nan."""
     if verdict.exhausted:
         return "as many steps in a row were left out as [guard] limit allows"
     if verdict.action == "rollback" and not saved:
         return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
-    key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
-    remedy = "mend the samples, or leave them out of the data"
-    if not faulty:
-        remedy = "try a smaller lr, [optimizer] clip_norm or another precision"
+    others = "try a smaller lr, [optimizer] clip_norm or another precision"
+    remedy = "mend the samples, or leave them out of the data" if faulty else others
     if verdict.action == "rollback":
         return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
+    key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
     return f'{remedy}; [guard] {key} = "skip" leaves such updates out'
 
 
@@ -151,14 +138,14 @@ class Guard:
         return [PluginState("guard", values=self._values, restore=self._restore)]
 
     def _values(self) -> dict[str, Any]:
-        return _Kept(losses=list(self._losses), in_row=self._in_row, skipped=self.skipped).model_dump()
+        return {"losses": list(self._losses), "in_row": self._in_row, "skipped": self.skipped}
 
     def _restore(self, values: dict[str, Any]) -> None:
         try:
-            kept = _Kept.model_validate(values)
-        except ValidationError:
+            losses = [float(loss) for loss in values["losses"]]
+            self._in_row, self.skipped = int(values["in_row"]), int(values["skipped"])
+        except (LookupError, TypeError, ValueError):
             raise CheckpointError(
                 "the checkpoint's values of [guard] can't come from a training; choose another with --resume PATH"
             ) from None
-        self._losses = deque(kept.losses, maxlen=self._losses.maxlen)
-        self._in_row, self.skipped = kept.in_row, kept.skipped
+        self._losses = deque(losses, maxlen=self._losses.maxlen)

@@ -17,7 +17,6 @@ from hpctrain.base.devices import device_name, memory_left
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
-from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code import is_reference
@@ -61,14 +60,10 @@ def lack_of_memory(error: BaseException | None) -> BaseException | None:
 
 def shortage(error: BaseException, device: torch.device) -> str:
     """A clause about the memory that was asked for, and that there is."""
-    asked = _ASKED.search(str(error))
     told = (str(error).splitlines() or ["no size is known"])[0]
-    if asked:
-        told = (
-            f"asked for {float(asked[1]) / 2**30:.2f} GiB"
-            if asked[2] == "bytes"
-            else f"asked for {asked[1]} {asked[2]}"
-        )
+    if asked := _ASKED.search(str(error)):
+        size = f"{float(asked[1]) / 2**30:.2f} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+        told = f"asked for {size}"
     if not isinstance(error, torch.OutOfMemoryError):
         return f"{told}, {_on_this_machine()}"
     left = memory_left(device)
@@ -90,20 +85,11 @@ def advice(job: Job, parts: Parts, ranks: int, device: torch.device, has_batch: 
     different = ranks // prod(job.parallelism[name].size for name in parts.parallelism)
     asked = [*([parts.activation_checkpointing] if has_batch else []), parts.sharding, *parts.parallelism.values()]
     found = [
-        *chain.from_iterable(_told_by(plugin, different, device) for plugin in asked),
+        *chain.from_iterable(plugin.memory_advice(different, device) for plugin in asked),
         *([*_batch(job), *_sequence(job, parts)] if has_batch else []),
         *_layout(job, parts),
     ]
     return f"what helps, the cheapest first: {'; '.join(found)}" if found else "use more ranks, or a smaller model"
-
-
-def _told_by(plugin: Plugin, ranks: int, device: torch.device) -> list[str]:
-    """The plugin's advice; a mistake of the plugin's must not hide that memory is lacking."""
-    try:
-        return [f"{one}" for one in plugin.memory_advice(ranks, device)]
-    except Exception as error:
-        LOG.warning("%s gave no advice: %s: %s", type(plugin).__qualname__, type(error).__name__, error)
-        return []
 
 
 def _batch(job: Job) -> list[str]:

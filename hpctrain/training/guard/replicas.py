@@ -17,7 +17,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.training.metrics import Figure
+from hpctrain.training.figures import Figure
 
 _EVERY, _FIRST = 50, (2, 10)  # steps between two glances, and those of the first two
 _SHOWN = 4  # the most ranks that a sentence names
@@ -92,14 +92,13 @@ def _sentence(everyone: Sequence[tuple[str, Sequence[int], Mapping[str, int]]]) 
     name = tensor.partition(" ")[0]
     others = len({key.partition(" ")[0] for _, key in faults} - {name})
     more = f" (and in {others} other tensor{'s' * (others > 1)})" if others else ""
-    (right, most), (_, fewer) = Counter(found.values()).most_common(2)
-    if most == fewer:
-        shown = ", ".join(f"rank {rank} on {nodes[rank]} has checksum {value:016x}" for rank, value in found.items())
-        return f"the replicas of {name} differ{more}, and no value is in the majority: {shown}"
-    wrong = [rank for rank, value in found.items() if value != right]
-    seen = ", ".join(f"{found[rank]:016x}" for rank in wrong[:_SHOWN])
-    agreed = f"expected {right:016x} as on {most} replicas"
-    return f"{named_ranks(wrong, nodes)}: found checksum {seen} of {name}{more}, {agreed}"
+    holders: dict[int, list[int]] = {}
+    for rank, value in found.items():
+        holders.setdefault(value, []).append(rank)
+    # the fewest first: they are wrong, if any are
+    by_size = sorted(holders.items(), key=lambda item: len(item[1]))[:_SHOWN]
+    shown = ", ".join(f"{value:016x} on {named_ranks(ranks, nodes)}" for value, ranks in by_size)
+    return f"the replicas of {name} differ{more}: found the checksum {shown}"
 
 
 def named_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""The meters of a training run: where a step's time goes, the slow rank, operations, memory, traffic, goodput."""
+"""The meters of a training run: where a step's time goes, the slow rank, operations, memory, traffic."""

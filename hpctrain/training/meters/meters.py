@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from hpctrain.base.flops import CountedFlops
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
+from hpctrain.training.figures import RankFigures
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
-from hpctrain.training.metrics import MeasuredRow, OwnRow
 
 if TYPE_CHECKING:
     from hpctrain.training.meters.stragglers import Stragglers
@@ -33,20 +32,6 @@ _WORLD, _OTHER = "world", "other"
 # the operations of a training to those of its forwards: backward has two products for each of forward's, by the inputs and by the
 # parameters (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)
 _TRAINING = 3
-
-
-@dataclass(frozen=True)
-class MeterFigures:
-    """A rank's figures of a step.
-
-    times, own_times: by PARTS; its own are without waits for other ranks, and "data" is all loading, ahead of the step or not.
-    operations: floating-point ones. memory: by KINDS.
-    """
-
-    times: Sequence[float] = ()
-    own_times: Sequence[float] = ()
-    operations: float = 0.0
-    memory: Sequence[float] = ()
 
 
 class Meters:
@@ -77,18 +62,19 @@ class Meters:
         """A context for the forwards and backwards of a step."""
         return self._flops.counting(micro_batches)
 
-    def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> MeterFigures:
-        """This rank's figures for `row`, from the last call until now. has_known_forwards: one of each micro batch."""
+    def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> dict[str, Any]:
+        """This rank's part of RankFigures, from the last call until now. has_known_forwards: one of each micro batch."""
         times, own_times = self.clock.take()
         own_times[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
         operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
             self._resident, self._looked = resident_bytes(), time.monotonic()
-        return MeterFigures(times, own_times, operations, memory_since(self._device, self._resident))
+        memory = memory_since(self._device, self._resident)
+        return {"times": times, "own_times": own_times, "operations": operations, "memory": memory}
 
-    def row(self, ranks: Sequence[MeterFigures], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
-        """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow
-        rank, once."""
+    def row(self, ranks: Sequence[RankFigures[float]], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
+        """The measurements of a step that took so many seconds, by their keys, None where there is no value. tell: is given a
+        sentence about a slow rank, once."""
         times = [one.times for one in ranks]
         slow = None
         if self._stragglers is not None:
@@ -96,19 +82,19 @@ class Meters:
             if slow is not None and (news := self._stragglers.news(slow)) is not None:
                 tell(news)
         flops = sum(one.operations for one in ranks) / seconds
-        return MeasuredRow(
-            seconds=dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),
-            straggler=None if slow is None else slow.as_dict(),
-            model_flops_per_second=flops or None,
-            mfu=flops / (self._peak * self._ranks) if self._peak is not None and flops else None,
-            memory={
-                kind: {"rank_max": int(max(values)), "rank_mean": int(fmean(values))}
+        return {
+            "seconds": dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),
+            "straggler": slow and dict(vars(slow)),
+            "model_flops_per_second": flops or None,
+            "mfu": flops / (self._peak * self._ranks) if self._peak is not None and flops else None,
+            **{
+                f"{kind}_bytes": {"rank_max": int(max(values)), "rank_mean": int(fmean(values))}
                 for kind, values in zip(KINDS, zip(*(one.memory for one in ranks), strict=True), strict=True)
                 if any(values)
             },
-        )
+        }
 
-    def traffic(self) -> OwnRow:
+    def traffic(self) -> dict[str, dict[str, float]]:
         """This rank's tables of its communication since the last call."""
         return self._traffic.take()
 
@@ -171,7 +157,7 @@ class Traffic:
         self._before = dict[tuple[str, str], OperationStatistics]()
         self.take()
 
-    def take(self) -> OwnRow:
+    def take(self) -> dict[str, dict[str, float]]:
         """The tables of a row, each by "AXIS.OPERATION"; none without operations."""
         now = {(group, name): one for group, found in statistics().groups.items() for name, one in found.items()}
         exposed, hidden, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -189,11 +175,5 @@ class Traffic:
             if seconds > 0 and place in self._axes:
                 speeds[key] = (one.bytes - before.bytes) / seconds
         self._before = now
-        found = OwnRow()
-        if exposed:
-            found["exposed_seconds"] = exposed
-        if hidden:
-            found["hidden_seconds"] = hidden
-        if speeds:
-            found["bytes_per_second"] = speeds
-        return found
+        found = {"exposed_seconds": exposed, "hidden_seconds": hidden, "bytes_per_second": speeds}
+        return {key: values for key, values in found.items() if values}

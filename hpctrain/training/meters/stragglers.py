@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
-from typing import Any
+from statistics import fmean, median_low
 
 from hpctrain.training.meters.clock import PARTS
 
@@ -37,39 +36,25 @@ class Straggler:
     cause: str
     excess_seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """The value in a row of metrics."""
-        return vars(self)
 
-
-class _Window:
-    """The newest steps: the slowest rank of each if it was slow, its excess, and the step's seconds."""
+class _Stretch:
+    """The steps since the last judgement: the rank that was slow in each, and its excess; and whom that judgement has named."""
 
     def __init__(self) -> None:
-        self._steps = deque[tuple[int | None, float, float]]()
-        self._seconds = 0.0
-        self._slow = Counter[int]()
-        self._excess = defaultdict[int, float](float)
+        self._steps, self._seconds = list[tuple[int | None, float]](), 0.0
+        self._slow: tuple[int, float] | None = None
 
-    def add(self, rank: int | None, excess: float, seconds: float) -> None:
-        """A step. rank: the slow one; None if there is none."""
-        self._count(1, rank, excess, seconds)
-        self._steps.append((rank, excess, seconds))
-        while len(self._steps) > _STEPS and self._seconds - self._steps[0][2] >= _SPAN:
-            self._count(-1, *self._steps.popleft())
-
-    def slow(self) -> tuple[int, float] | None:
-        """The rank that is slow, and its mean excess."""
-        if len(self._steps) < _STEPS or self._seconds < _SPAN or not self._slow:
-            return None
-        rank, steps = self._slow.most_common(1)[0]
-        return (rank, self._excess[rank] / steps) if steps >= _LEAST * len(self._steps) else None
-
-    def _count(self, sign: int, rank: int | None, excess: float, seconds: float) -> None:
-        self._seconds += sign * seconds
-        if rank is not None:
-            self._slow[rank] += sign
-            self._excess[rank] += sign * excess
+    def add(self, rank: int | None, excess: float, seconds: float) -> tuple[int, float] | None:
+        """The rank that is slow, and its mean excess, after another step. rank: the slow one in that step, if there is one."""
+        self._steps.append((rank, excess))
+        self._seconds += seconds
+        if len(self._steps) >= _STEPS and self._seconds >= _SPAN:
+            (most, count), *_ = Counter(rank for rank, _ in self._steps).most_common(1)
+            self._slow = None
+            if most is not None and count >= _LEAST * len(self._steps):
+                self._slow = most, fmean(one for rank, one in self._steps if rank == most)
+            self._steps, self._seconds = [], 0.0
+        return self._slow
 
 
 class Stragglers:
@@ -78,7 +63,7 @@ class Stragglers:
     def __init__(self, nodes: Sequence[str]) -> None:
         """nodes: of each rank."""
         self._nodes = nodes
-        self._windows = {cause: _Window() for cause in _CAUSES if cause != _SAVE}
+        self._stretches = {cause: _Stretch() for cause in _CAUSES if cause != _SAVE}
         self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
@@ -117,7 +102,6 @@ class Stragglers:
             judged, self._has_saved = self._has_saved, self._has_saved or any(taken)
             slow = (slowest, excess) if judged and excess > max(_OF_SAVE, _SHARE * taken[slowest]) else None
         else:
-            window = self._windows[cause]
-            window.add(slowest if excess > max(_SECONDS, _SHARE * seconds) else None, excess, seconds)
-            slow = window.slow()
+            is_slow = excess > max(_SECONDS, _SHARE * seconds)
+            slow = self._stretches[cause].add(slowest if is_slow else None, excess, seconds)
         return None if slow is None else Straggler(slow[0], self._nodes[slow[0]], cause, slow[1])

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
+import torch
 from pydantic import ValidationError
 
 from hpctrain.api import (
     EnvironmentUnfitError,
     JobState,
     Launch,
+    ModelSpec,
     Precision,
     Schedule,
     Scheduler,
@@ -86,6 +88,18 @@ def _options(kit: Kit) -> dict[str, Any]:
     return {key: value for key, value in kit.options.items() if key in kit.plugin.Options.model_fields}
 
 
+def _model(kit: Kit) -> None:
+    plugin = made(kit)
+    assert isinstance(plugin, ModelSpec)
+    with torch.device("meta"):
+        module = plugin.build()
+    blocks, inner = plugin.blocks(module), list(module.modules())
+    if any(all(block is not one for one in inner) for block in blocks):
+        kit.breaks("gives blocks of the module", "a block is no part of the module that blocks() is given")
+    elif len({id(one) for block in blocks for one in block.modules()}) < sum(len([*one.modules()]) for one in blocks):
+        kit.breaks("gives blocks of the module", "a block is there twice, or in another one")
+
+
 def _schedule(kit: Kit) -> None:
     plugin = made(kit)
     assert isinstance(plugin, Schedule)
@@ -151,4 +165,9 @@ def _look_at(kit: Kit, script: object, name: str) -> None:
     return None
 
 
-PROMISES: dict[str, Callable[[Kit], None]] = {"schedule": _schedule, "precision": _precision, "scheduler": _scheduler}
+PROMISES: dict[str, Callable[[Kit], None]] = {
+    "model": _model,
+    "schedule": _schedule,
+    "precision": _precision,
+    "scheduler": _scheduler,
+}

@@ -187,6 +187,9 @@ def _precision(kit: Kit) -> None:
     if whole is None:
         return
     exact = kit.train(own=False)
+    renamed = [name for name in whole.steps[0]["parameters"] if name not in exact.steps[0]["parameters"]]
+    if renamed:
+        kit.breaks("keeps the parameters' names", f"one is called {renamed[0]} now")
     kit.expect("learns what fp32 learns", whole, exact, ALIKE, what=("evaluation",))
     wide = all(one.element_size() > 2 for one in whole.steps[0]["parameters"].values()) and _agree(whole, exact)
     for layout in _layouts(kit, 0, 3):

@@ -32,7 +32,7 @@ def lose_in_chunks(model: PreTrainedModel, tokens: int) -> None:
         hidden = _body(model)(*inputs, **named)[0]
         return chunked_cross_entropy(_head(model), hidden, loss_labels, tokens)
 
-    model.forward = with_loss  # type: ignore[method-assign]  # an attribute, so that parameters keep their names
+    model.forward = with_loss  # an attribute, so that parameters keep their names
 
 
 def _body(model: PreTrainedModel) -> Any:
@@ -69,7 +69,8 @@ def _hindrance(model: PreTrainedModel) -> str:
     """
     if _body(model) in (None, model) or _head(model) is None:
         return "there is no head apart from the other layers"
-    twin, passed = copy.deepcopy(model).to("meta"), dict[str, Tensor]()
+    twin, passed = copy.deepcopy(model), dict[str, Tensor]()
+    nn.Module.to(twin, "meta")
     head, weight = _head(twin), next(_head(twin).parameters())
     hidden = torch.empty(1, 2, weight.shape[-1], dtype=weight.dtype, device="meta", requires_grad=True)
     setattr(twin, model.base_model_prefix, _Body(hidden))

@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
 from hpctrain.api import Batch, UsageError
-from hpctrain.toolkit.losses import IGNORED, summed_cross_entropy
+from hpctrain.toolkit.losses import IGNORED as IGNORED
+from hpctrain.toolkit.losses import summed_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
