@@ -38,14 +38,14 @@ class _Axis(Parallelism):
         return self.applied(module)
 
 
-@axis("trains as one process does: .* before the first step")
+@axis("took away head.weight in apply")
 class RenamingAxis(_Axis):
     def apply(self, module, spec, mesh):
         module.head = Wrapped(module.head)
         return AppliedAxis(module)
 
 
-@axis("trains the kit's job: .* out of bounds")
+@axis("gave head.weight the shape .* in apply, expected .* a DTensor with the full shape")
 class CutByHand(_Axis):
     def apply(self, module, spec, mesh):
         module.head.weight = nn.Parameter(module.head.weight[: len(module.head.weight) // 2])
@@ -71,6 +71,27 @@ class OtherSamples(_Axis):
     class applied(AppliedAxis):  # noqa: N801
         def split_batch(self, batch):
             return {key: (value + dist.get_rank()) % 7 for key, value in batch.items()}
+
+
+def cut_head(module, mesh):
+    weight = torch.empty(module.head.weight.shape, device="meta")
+    module.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    return AppliedAxis(module)
+
+
+class CutsFirst(_Axis):
+    name = "cuts-first"
+    traits = AxisTraits("yp", 46, "the same samples")
+
+    def apply(self, module, spec, mesh):
+        return cut_head(module, mesh)
+
+
+class CutsAnew(_Axis):
+    name = "cuts-anew"
+
+    def apply(self, module, spec, mesh):
+        return cut_head(module, mesh)
 
 
 # sharding
@@ -284,7 +305,7 @@ class BroadcastOfRank0(_Communicator):
 
 @hookimpl
 def hpctrain_parallelism():
-    return of_slot("parallelism")
+    return [*of_slot("parallelism"), CutsFirst, CutsAnew]
 
 
 @hookimpl

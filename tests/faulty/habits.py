@@ -64,7 +64,7 @@ class SkipsZeros(_Optimizer):
                     p.mul_(0.9).sub_(kept, alpha=group["lr"])
 
 
-@optimizer("goes on after a resume")
+@optimizer("goes on after a resume|makes another step after its state")
 class CountsForAll(_Optimizer):
     """Its number of steps belongs to the class."""
 
@@ -78,7 +78,7 @@ class CountsForAll(_Optimizer):
                 p -= group["lr"] / (1 + 0.5 * count) * p.grad
 
 
-@optimizer("goes on after a resume")
+@optimizer("goes on after a resume|makes another step after its state")
 class WarmsUpByCalls(_Optimizer):
     class made(_SGD):  # noqa: N801
         calls = 0
@@ -100,7 +100,7 @@ class NoiseByRank(_Optimizer):
                 p -= group["lr"] * (p.grad + 0.01 * torch.randn(p.shape, generator=noise))
 
 
-@optimizer("goes back to a checkpoint")
+@optimizer("goes back to a checkpoint|makes another step after its state")
 class LooksAhead(_Optimizer):
     """It keeps slow weights beside its state, made anew where there are none."""
 

@@ -60,7 +60,7 @@ class NoStep(_Optimizer):
             pass
 
 
-@optimizer("goes on after a resume as if nothing had been")
+@optimizer("makes another step after its state and its groups' numbers were put into a new optimizer")
 class HiddenMomentum(_Optimizer):
     class made(_SGD):  # noqa: N801
         @torch.no_grad()
@@ -102,7 +102,7 @@ class FallingBelowZero(Schedule):
 precision = lambda told, ranks=1: planted("precision", "mode", told, ranks)  # noqa: E731
 
 
-@precision("keeps the parameters' names: .* head.inner.weight")
+@precision("took away head.weight in convert")
 class RenamingPrecision(FP32):
     def convert(self, module, spec):
         module.head = Wrapped(module.head)
@@ -148,13 +148,13 @@ class ScaleByRank(FP32):
 checkpointing = lambda told: planted("activation_checkpointing", "mode", told)  # noqa: E731
 
 
-@checkpointing("trains as one process does: .* before the first step")
+@checkpointing("took away layers.0.* in apply")
 class RenamingCheckpointing(ActivationCheckpointing):
     def apply(self, module, spec, replicas):
         module.layers[0] = Wrapped(module.layers[0])
 
 
-@checkpointing("the module has the values of the pieces")
+@checkpointing("changed requires_grad of .* in apply, expected True")
 class FreezingCheckpointing(ActivationCheckpointing):
     def apply(self, module, spec, replicas):
         spec.blocks(module)[0].requires_grad_(False)
