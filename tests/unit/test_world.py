@@ -181,8 +181,8 @@ def test_ports_are_everyones_and_differ_between_starts() -> None:
     assert len(set(ports("slurm.7.0"))) == 64 and all(1024 < port < 32768 for port in ports("slurm.7.0"))
 
 
-def test_ranks_that_differ_are_named_with_their_nodes() -> None:
-    """Two ranks in one process: the store is real."""
+def test_ranks_that_differ_are_named_with_their_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """Several ranks in one process: the store is real."""
     import threading
 
     from torch.distributed import HashStore
@@ -191,12 +191,14 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
     from hpctrain.ranks.meeting import PeerError, World
     from hpctrain.ranks.rank_channel import RankChannel
 
-    def verdicts(plugins: list[list[str]], errors: list[UsageError | None]) -> list[BaseException | None]:
+    def verdicts(
+        plugins: list[list[str]], errors: list[UsageError | None], nodes: int = 9
+    ) -> list[BaseException | None]:
         store, outcomes = HashStore(), [None] * len(plugins)
         channel = RankChannel(terminal=False)
 
         def rank(number: int) -> None:
-            world = World(Identity(number, len(plugins), node=f"n{number}"), store, channel)
+            world = World(Identity(number, len(plugins), node=f"n{number % nodes}"), store, channel)
             try:
                 compare_ranks(world, plugins[number], errors[number])
             except Exception as error:
@@ -210,6 +212,9 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
         return outcomes
 
     assert verdicts([["a 1"], ["a 1"], ["a 1"]], [None] * 3) == [None] * 3
+    assert not caplog.messages
+    assert verdicts([["a 1"]] * 4, [None] * 4, nodes=2) == [None] * 4
+    assert "rank 0 is on n0, rank 1 on n1, and so on in turn: neighbours in the mesh talk" in caplog.messages[0]
     differing = verdicts([["a 1"], ["a 1"], ["a 2"]], [None] * 3)
     assert isinstance(differing[0], EnvironmentUnfitError)
     assert "rank 2 on n2: plugins: found a 2; rank 0 on n0 has a 1" in str(differing[0])
