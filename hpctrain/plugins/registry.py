@@ -36,8 +36,8 @@ class Registered:
 class Registry:
     """The installed plugins. faults: unusable modules and plugins.
 
-    A first-party module is imported when one of its plugins is asked for, or all of a slot: most jobs use a fourth of the modules.
-    Its entry points have the plugins' names; other distributions may name theirs as they like, so they are imported at once.
+    A module whose entry point is named after a plugin is imported when that plugin is asked for, or all of its slot: most jobs use
+    a fourth of the modules.
     """
 
     manager: pluggy.PluginManager
@@ -110,6 +110,8 @@ class Registry:
     def find(self, slot: str, name: str) -> Registered:
         """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""
         self.load([source for source in self.waiting if source.entry_point == f"{slot}.{name}"])
+        if (slot, name) not in self.entries:
+            self.complete()  # a module may have more plugins than its entry point names
         entry = self.entries.get((slot, name))
         if entry is not None:
             self.used.add((slot, name))
@@ -173,15 +175,21 @@ class Registry:
 
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), complete: bool = True) -> Registry:
-    """The plugins of all modules; if not `complete`, first-party ones are imported when they are asked for. Raises
+    """The plugins of all modules; if not `complete`, those named by entry points are imported when they are asked for. Raises
     EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
     sources, faults = sources_of(modules, block)
     registry = Registry(new_manager(), sources, faults=faults)
-    registry.load([source for source in sources if complete or source.distribution != OWN])
+    registry.load([source for source in sources if complete or not _waits(source)])
     for fault in registry.faults:
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     return registry
+
+
+def _waits(source: ModuleSource) -> bool:
+    """Whether a module may wait until a job names its plugin."""
+    # another distribution's hooks may be functions, which every job calls
+    return source.slot in SLOTS and (source.slot != "hook" or source.distribution == OWN)
 
 
 def _class_fault(slot: Slot, cls: object) -> str | None:

@@ -54,7 +54,7 @@ def test_plugins_get_what_they_need() -> None:
     inside = {
         "deterministic_cudnn", "is_started", "memory_left", "nccl_version",
         "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "draws_state", "seed_draws",
-        "unusable_accelerator", "use_device",
+        "unusable_accelerator", "use_device", "to_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.store.client import await_members
+
+__all__ = ["create_group"]
 
 BACKEND = "named_gloo"
 
@@ -23,6 +24,8 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
     rank, size = options.group_rank, options.group_size
     if size == 1:  # it connects to nobody
         return dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+    from hpctrain.base.store.client import await_members  # here: a rank alone needs no store
+
     store = await_members(options)
     try:
         group = dist.ProcessGroupGloo(store, rank, size, _CONNECT)
