@@ -10,10 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import UsageError, shown
+from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.plugin import Plugin, broken
+from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
+
+# the relative difference between ranks' norms of one gradient: each rank sums the same numbers
+_ALIKE = 1e-3
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -137,3 +142,19 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> tuple[str, st
         return f"{of[place][0]} {tuple(of[place][1])}" if place < len(of) else "no further parameter"
 
     return told(one), told(other)
+
+
+def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank. scale: of this rank's loss."""
+    if max(norms) - min(norms) <= _ALIKE * max(norms):
+        return
+    scales = sorted(set(gather_values(scale)))
+    if len(scales) > 1:
+        raise broken(parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all")
+    by_size = ", ".join(f"{norm:.4g}" for norm in sorted(set(norms))[:4])
+    left = f"left other gradients on each rank, whose norms are {by_size}"
+    if isinstance(parts.compression, LossyCompression):
+        raise broken(parts.compression, left, "one sum, with the same bits on all ranks")
+    shared = [plugin.name for plugin in parts.parallelism.values() if plugin.traits.ranks_have == "the same samples"]
+    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
+    raise broken(parts.sharding, left, f"one sum on all ranks{axes}")

@@ -19,6 +19,7 @@ from hpctrain.contracts.life_cycle import Request
 from hpctrain.contracts.precision import LossScaler
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
+from hpctrain.model.refusals import refuse_different_norms
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.figures import Figure, RankFigures, with_named_losses
@@ -53,6 +54,8 @@ def figures_of_update(
     losses = [one.loss for one in ranks]
     norms = model.totals.norms([one.square for one in ranks])
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+    if math.isfinite(norm) and not model.parts.sharding.ranks_diverge:
+        refuse_different_norms(model.parts, norms, model.scaler.scale)
     overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
     return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
 

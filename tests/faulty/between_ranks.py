@@ -66,7 +66,7 @@ class WholeBatchForAll(_Axis):
     traits = AxisTraits("xp", 45, "parts of samples")
 
 
-@axis("replicas hold the same numbers")
+@axis("or the ranks of faulty-.* have other samples, which its traits deny")
 class OtherSamples(_Axis):
     class applied(AppliedAxis):  # noqa: N801
         def split_batch(self, batch):
@@ -137,7 +137,7 @@ class OverlappingPieces(Zero1):
         return self.made(module, mesh, sums, self.options)
 
 
-@sharding("replicas hold the same numbers", 2)
+@sharding("left other gradients on each rank, whose norms are", 2)
 class NoSum(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def reduce(self, bucket):
@@ -198,7 +198,7 @@ class MeanCompression(_Compression):
             gradients /= self.group.size()
 
 
-@compression("replicas hold the same numbers")
+@compression("left other gradients on each rank")
 class SumOfOneRank(_Compression):
     class made(_Sum):  # noqa: N801
         def all_reduce(self, gradients, scale):

@@ -134,7 +134,7 @@ class ForgottenScale(FP32):
         return self.scaler()
 
 
-@precision("replicas hold the same numbers", 2)
+@precision("scales the loss by .* on the ranks, expected one scale on all", 2)
 class ScaleByRank(FP32):
     class scaler(LossScaler):  # noqa: N801
         @property
