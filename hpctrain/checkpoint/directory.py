@@ -78,8 +78,9 @@ class CheckpointDirectory:
                     LOG.warning("could not remove %s, which a crash left: %s", remains, reason(error))
 
     def begin(self, step: int) -> Path:
-        """A new, empty directory for the checkpoint of `step`."""
+        """A new, empty directory for the checkpoint of `step`; removes the remains of earlier saves."""
         make_directory(self.root)
+        self.clean()
         temporary = self.path(step).with_suffix(".tmp")
         _remove(temporary)  # an earlier save of this step may have failed
         temporary.mkdir()

@@ -100,7 +100,6 @@ class CheckpointStore:
         """The newest complete checkpoint that was saved or restored; a background save counts once it was waited for."""
         self.drain_seconds = 0.0
         """The time for which background saves wrote on this rank, beside the training; each counts once it was waited for."""
-        self._is_clean = False
 
     def save(self, step: int, state: State) -> Path:
         """Save now and return the path of the complete checkpoint, whose values get the key `step`.
@@ -191,7 +190,7 @@ class CheckpointStore:
     def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
         """Write under a temporary name, then rename. `state` must not change meanwhile: it isn't copied."""
         state = State(state.pieces, {**state.values, "step": step})
-        temporary = Path(share(group, lambda: str(self._begin(step))))
+        temporary = Path(share(group, lambda: str(self._directory.begin(step))))
         try:
             # three times together: one rank's error ends the save on all before the next part
             together(group, lambda: _check_there(temporary, group.rank()))
@@ -209,20 +208,10 @@ class CheckpointStore:
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
 
-    def _begin(self, step: int) -> Path:
-        self._clean()
-        return self._directory.begin(step)
-
-    def _clean(self) -> None:
-        """Remove the remains of earlier crashes, once."""
-        if not self._is_clean:
-            self._directory.clean()
-            self._is_clean = True
-
     def _candidates(self, path: Path | None) -> list[Path]:
         """The directories to try. Runs on rank 0."""
         if path is None:
-            self._clean()
+            self._directory.clean()
             return self._directory.candidates()
         if not path.exists():
             raise UsageError(f"there is no checkpoint {path}")
