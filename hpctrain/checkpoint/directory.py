@@ -17,8 +17,8 @@ from hpctrain.base.errors import reason
 from hpctrain.base.safe_files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
 
 LOG = logging.getLogger("hpctrain")
-Staying = Callable[[Sequence[Path], set[str]], set[Path]]
-"""A choice of the checkpoints to keep; see Retention.staying."""
+Staying = Callable[[Sequence[Path], set[str]], tuple[set[Path], Path | None]]
+"""A choice of the checkpoints to keep and of the best one; see Retention.staying."""
 _NAME_BYTES = 1000  # far more than a name of a checkpoint: the file may be crafted
 _STEP = re.compile(r"step-([0-9]{8,18})")  # at most 18 digits: below 2**63
 
@@ -114,14 +114,14 @@ class CheckpointDirectory:
         shutil.rmtree(temporary, ignore_errors=True)
         self._put_back()
 
-    def retain(self, staying: Staying, saved: Path, best: Callable[[], Path | None] = lambda: None) -> None:
-        """Delete all checkpoints but those that `staying` returns and the one just saved. best: names the best one afterwards."""
+    def retain(self, staying: Staying, saved: Path) -> None:
+        """Delete all checkpoints but those that `staying` returns and the one just saved; name the best one."""
         links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
         candidates = [*self.candidates(), *links]  # links last, as abandoned ones are: a resume doesn't take them
-        kept = {saved, *staying(candidates, self._abandoned() | {path.name for path in links})}
-        self._name("best", best())  # before the deletions: it must not name what is gone
+        kept, best = staying(candidates, self._abandoned() | {path.name for path in links})
+        self._name("best", best)  # before the deletions: it must not name what is gone
         for path in candidates:
-            if path not in kept:
+            if path not in kept and path != saved:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
 

@@ -203,7 +203,7 @@ class CheckpointStore:
         if group.rank() == 0:  # the others go on: nothing here decides about the save
             self._retention.saved(final, state.values)
             try:
-                self._directory.retain(self._retention.staying, final, lambda: self._retention.leading)
+                self._directory.retain(self._retention.staying, final)
             except OSError as error:  # too many checkpoints do no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
