@@ -64,13 +64,13 @@ class Retention:
         if self.newest is None and self.every is None and self.best is None:
             return set(candidates), None
         stay = set(candidates[: self.newest or 1])  # at least one, to resume from
-        own = [path for path in candidates if path.name not in abandoned]
+        current = [path for path in candidates if path.name not in abandoned]
         if self.every is not None:
-            stay |= {path for path in own if step_of(path) % self.every == 0}
+            stay |= {path for path in current if step_of(path) % self.every == 0}
         if self.best is None:
             return stay, None
         # the later of equals comes first
-        ranked = sorted((self._cost_of(path, self.best), -step_of(path), path) for path in own)
+        ranked = sorted((self._cost_of(path, self.best), -step_of(path), path) for path in current)
         leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
         return stay | {*leading}, next(iter(leading), None)
 

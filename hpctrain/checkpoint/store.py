@@ -253,8 +253,8 @@ class CheckpointStore:
         differences = describe_differences(self._group, needed, stored)
         if differences is not None:
             raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {differences}")
-        there = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
-        fault = survey(self._group, lambda: self._formats[format_name].load(directory, there))
+        present = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
+        fault = survey(self._group, lambda: self._formats[format_name].load(directory, present))
         if isinstance(fault, CheckpointError | OSError):
             return reason(fault)
         if isinstance(fault, Exception):
@@ -262,7 +262,7 @@ class CheckpointStore:
         step = values.get("step")
         if type(step) is not int or not 0 <= step < 2**63:  # no isinstance: True is an int
             return f"{directory}: its values have no step, expected a number that is zero or more"
-        names = {piece.name for piece in there}
+        names = {piece.name for piece in present}
         self._warn_of_unused(directory, names, [name for name in shapes if name not in stored])
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
 

@@ -72,10 +72,10 @@ class LifeCycle:
 
     def refuse_differences(self) -> None:
         """Raise ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
-        mine = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
-        if not mine:
+        hooks = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
+        if not hooks:
             return  # a job without hooks: it is the same on all ranks
-        for rank, theirs in enumerate(everyone := gather_values(mine)):
+        for rank, theirs in enumerate(everyone := gather_values(hooks)):
             for hook, first, other in zip(self._chosen, everyone[0], theirs, strict=True):
                 if first != other:
                     fault = f"started with {', '.join(other)} on rank {rank} and {', '.join(first)} on rank 0"
