@@ -168,7 +168,7 @@ def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[st
     table: Any = raw.tables
     place: Key = ()
     for part in parts:
-        key = _row(table, part, override, place) if isinstance(table, list) else part
+        key: Any = _row(table, part, override, place) if isinstance(table, list) else part
         below = table[key] if isinstance(table, list) else table.setdefault(key, {})
         place = (*place, key)
         if not isinstance(below, (dict, list)):  # an axis may be written as its size alone; other values give way
