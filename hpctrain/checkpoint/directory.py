@@ -19,7 +19,6 @@ from hpctrain.base.safe_files import is_own_directory, make_directory, read_byte
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], tuple[set[Path], Path | None]]
 """A choice of the checkpoints to keep and of the best one; see Retention.staying."""
-_NAME_BYTES = 1000  # far more than a name of a checkpoint: the file may be crafted
 _STEP = re.compile(r"step-([0-9]{8,18})")  # at most 18 digits: below 2**63
 
 
@@ -34,7 +33,7 @@ def behind_name(path: Path) -> Path:
     if path.name not in ("latest", "best"):
         return path
     try:
-        name = read_bytes(path, _NAME_BYTES).decode(errors="replace").strip()
+        name = read_bytes(path).decode(errors="replace").strip()
     except OSError:
         return path
     return path.with_name(name) if _STEP.fullmatch(name) else path
@@ -116,9 +115,8 @@ class CheckpointDirectory:
 
     def retain(self, staying: Staying, saved: Path) -> None:
         """Delete all checkpoints but those that `staying` returns and the one just saved; name the best one."""
-        links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
-        candidates = [*self.candidates(), *links]  # links last, as abandoned ones are: a resume doesn't take them
-        kept, best = staying(candidates, self._abandoned() | {path.name for path in links})
+        candidates = self.candidates()
+        kept, best = staying(candidates, self._abandoned())
         self._name("best", best)  # before the deletions: it must not name what is gone
         for path in candidates:
             if path not in kept and path != saved:
@@ -132,7 +130,7 @@ class CheckpointDirectory:
         try:
             if checkpoint is not None:
                 _write_text(path, checkpoint.name + "\n")
-            elif not is_own_directory(path):  # somebody may have given a checkpoint this name
+            else:
                 path.unlink(missing_ok=True)
         except OSError as error:
             LOG.warning("could not update %s: %s", path, reason(error))

@@ -89,10 +89,8 @@ def _preset(name: str, place: str) -> Path:
         with suppress(ImportError):  # a distribution whose files are gone
             spec = find_spec(entry.value)  # unlike an import, it runs nothing of the package but its parents
             folders += [] if spec is None else list(spec.submodule_search_locations or ())
+    # of one name, a package's preset goes before the core's
     presets = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
-    homes = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
-    if len(homes) > 1:
-        raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(homes)}")
     if name not in presets:
         raise JobFileError(
             f"{place}: extends: there is no preset {name!r}, here or in an installed package; expected one of "
