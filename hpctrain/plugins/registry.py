@@ -75,7 +75,7 @@ class Registry:
 
     def complete(self, *slots: str) -> None:
         """Import what waits in these slots, or everything."""
-        self.load([source for source in self.waiting if not slots or source.slot in slots])
+        self.load([source for source in self.waiting if not slots or source.entry_point.partition(".")[0] in slots])
 
     def notes(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
