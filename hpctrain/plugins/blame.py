@@ -181,7 +181,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _shapes(batch: object) -> str:
-    """input (2, 4) float32, labels (2) int64."""
+    """The tensors of a batch, such as "input (2, 4) float32, labels (2,) int64"."""
     entries = (
         batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
     )
@@ -190,7 +190,7 @@ def _shapes(batch: object) -> str:
 
 
 def _users_frames(trace: TracebackType | None) -> str:
-    """The frames that lie in no library."""
+    """The frames in files that belong to no library."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)

@@ -55,7 +55,7 @@ class LifeCycle:
         """Whether any plugin takes a Control, which lets it end the run."""
 
     def _start(self, registry: Registry, place: str, slot: str, hook: Hook) -> object:
-        """Start a hook and register what it returned. place: of the hook in the job."""
+        """Start a hook and register what it returned. place: the hook's table in the job."""
         key = f"{place} {hook.name}"
         self._sources[key] = f"{hook.name} of {registry.find(slot, hook.name).source}"
         try:

@@ -74,7 +74,7 @@ class Registry:
             self._settle(key)
 
     def complete(self, *slots: str) -> None:
-        """Import what waits in these slots, or everything."""
+        """Import the waiting modules of these slots, or all."""
         self.load([source for source in self.waiting if not slots or source.entry_point.partition(".")[0] in slots])
 
     def notes(self) -> list[str]:
