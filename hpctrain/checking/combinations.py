@@ -113,11 +113,11 @@ def _of_model(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
 
 def _of_axes(job: Job, parts: Parts) -> Problems:
     """Conflicts between the axes, the model and the strategy of sharding."""
-    taken = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")  # their names are the same for all numbers
+    owners = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")  # their names are the same for all numbers
     for name, plugin in parts.parallelism.items():
-        other = taken.setdefault(plugin.traits.axis, name)
-        if other != name:
-            why = f"its mesh axis {plugin.traits.axis} is that of {other}; expected a name of its own"
+        owner = owners.setdefault(plugin.traits.axis, name)
+        if owner != name:
+            why = f"its mesh axis {plugin.traits.axis} is that of {owner}; expected a name of its own"
             yield PlacedProblem.at(("parallelism", name), why)
         if plugin.traits.has_own_parameters and not parts.sharding.sums_by_piece:
             why = (

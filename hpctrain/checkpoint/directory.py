@@ -17,9 +17,8 @@ from hpctrain.base.errors import reason
 from hpctrain.base.safe_files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
 
 LOG = logging.getLogger("hpctrain")
-Staying = Callable[[Sequence[Path], set[str]], set[Path]]
-"""A choice of the checkpoints to keep; see Retention.staying."""
-_NAME_BYTES = 1000  # far more than a name of a checkpoint: the file may be crafted
+Staying = Callable[[Sequence[Path], set[str]], tuple[set[Path], Path | None]]
+"""A choice of the checkpoints to keep and of the best one; see Retention.staying."""
 _STEP = re.compile(r"step-([0-9]{8,18})")  # at most 18 digits: below 2**63
 
 
@@ -34,7 +33,7 @@ def behind_name(path: Path) -> Path:
     if path.name not in ("latest", "best"):
         return path
     try:
-        name = read_bytes(path, _NAME_BYTES).decode(errors="replace").strip()
+        name = read_bytes(path).decode(errors="replace").strip()
     except OSError:
         return path
     return path.with_name(name) if _STEP.fullmatch(name) else path
@@ -78,8 +77,9 @@ class CheckpointDirectory:
                     LOG.warning("could not remove %s, which a crash left: %s", remains, reason(error))
 
     def begin(self, step: int) -> Path:
-        """A new, empty directory for the checkpoint of `step`."""
+        """A new, empty directory for the checkpoint of `step`; removes the remains of earlier saves."""
         make_directory(self.root)
+        self.clean()
         temporary = self.path(step).with_suffix(".tmp")
         _remove(temporary)  # an earlier save of this step may have failed
         temporary.mkdir()
@@ -113,14 +113,13 @@ class CheckpointDirectory:
         shutil.rmtree(temporary, ignore_errors=True)
         self._put_back()
 
-    def retain(self, staying: Staying, saved: Path, best: Callable[[], Path | None] = lambda: None) -> None:
-        """Delete all checkpoints but those that `staying` returns and the one just saved. best: names the best one afterwards."""
-        links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
-        candidates = [*self.candidates(), *links]  # links last, as abandoned ones are: a resume doesn't take them
-        kept = {saved, *staying(candidates, self._abandoned() | {path.name for path in links})}
-        self._name("best", best())  # before the deletions: it must not name what is gone
+    def retain(self, staying: Staying, saved: Path) -> None:
+        """Delete all checkpoints but those that `staying` returns and the one just saved; name the best one."""
+        candidates = self.candidates()
+        kept, best = staying(candidates, self._abandoned())
+        self._name("best", best)  # before the deletions: it must not name what is gone
         for path in candidates:
-            if path not in kept:
+            if path not in kept and path != saved:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
 
@@ -131,7 +130,7 @@ class CheckpointDirectory:
         try:
             if checkpoint is not None:
                 _write_text(path, checkpoint.name + "\n")
-            elif not is_own_directory(path):  # somebody may have given a checkpoint this name
+            else:
                 path.unlink(missing_ok=True)
         except OSError as error:
             LOG.warning("could not update %s: %s", path, reason(error))

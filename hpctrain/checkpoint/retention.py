@@ -49,38 +49,36 @@ class Retention:
     every: int | None
     best: Best | None
     read_values: Callable[[Path], dict[str, Any]]
-    leading: Path | None = field(default=None, init=False)
-    """The best candidate of the last call of `staying`; None if none was evaluated, or without `best`."""
     _costs: dict[Path, float] = field(default_factory=dict)
 
     def saved(self, path: Path, values: dict[str, Any]) -> None:
         """Remember the cost of a checkpoint that was just saved."""
-        self._costs[path] = self._cost(values)
-
-    def staying(self, candidates: Sequence[Path], abandoned: set[str]) -> set[Path]:
-        """The `candidates` to keep. They come newest first, `abandoned` ones last; the latter count for `newest` alone."""
-        if self.newest is None and self.every is None and self.best is None:
-            return set(candidates)
-        stay = set(candidates[: self.newest or 1])  # at least one, to resume from
-        own = [path for path in candidates if path.name not in abandoned]
-        if self.every is not None:
-            stay |= {path for path in own if step_of(path) % self.every == 0}
         if self.best is not None:
-            # the later of equals comes first
-            ranked = sorted((self._cost_of(path), -step_of(path), path) for path in own)
-            leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
-            self.leading = leading[0] if leading else None
-            stay |= set(leading)
-        return stay
+            self._costs[path] = self.best.cost(values)
 
-    def _cost_of(self, path: Path) -> float:
+    def staying(self, candidates: Sequence[Path], abandoned: set[str]) -> tuple[set[Path], Path | None]:
+        """The `candidates` to keep, and the best one; None if none was evaluated, or without `best`.
+
+        Candidates come newest first, `abandoned` ones last; the latter count for `newest` alone.
+        """
+        if self.newest is None and self.every is None and self.best is None:
+            return set(candidates), None
+        stay = set(candidates[: self.newest or 1])  # at least one, to resume from
+        current = [path for path in candidates if path.name not in abandoned]
+        if self.every is not None:
+            stay |= {path for path in current if step_of(path) % self.every == 0}
+        if self.best is None:
+            return stay, None
+        # the later of equals comes first
+        ranked = sorted((self._cost_of(path, self.best), -step_of(path), path) for path in current)
+        leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
+        return stay | {*leading}, next(iter(leading), None)
+
+    def _cost_of(self, path: Path, best: Best) -> float:
         if path not in self._costs:
             try:
-                self._costs[path] = self._cost(self.read_values(path))
+                self._costs[path] = best.cost(self.read_values(path))
             except (CheckpointError, OSError) as error:
                 LOG.warning("checkpoint %s has no evaluation that can be read: %s", path, reason(error))
                 self._costs[path] = math.inf
         return self._costs[path]
-
-    def _cost(self, values: dict[str, Any]) -> float:
-        return math.inf if self.best is None else self.best.cost(values)

@@ -39,10 +39,10 @@ def model_pieces(
     names: the full model's trained parameters, whether or not a program has frozen them for a while or this rank has a piece.
     left_out: frozen parameters whose values the model finds elsewhere (`MetaModel.is_given`).
     """
-    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in left_out]
+    tensors = [(name, tensor) for name, tensor in named_tensors(module) if name not in left_out]
     # buckets, and so `trained`, leave out parameters without elements; a checkpoint names them
-    others = [(name, tensor) for name, tensor in named if name not in names or not tensor.numel()]
-    return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
+    rest = [(name, tensor) for name, tensor in tensors if name not in names or not tensor.numel()]
+    return [*trained, *(piece for name, tensor in rest for piece in pieces_of(module, name, tensor.detach()))]
 
 
 def state_pieces(

@@ -100,7 +100,6 @@ class CheckpointStore:
         """The newest complete checkpoint that was saved or restored; a background save counts once it was waited for."""
         self.drain_seconds = 0.0
         """The time for which background saves wrote on this rank, beside the training; each counts once it was waited for."""
-        self._is_clean = False
 
     def save(self, step: int, state: State) -> Path:
         """Save now and return the path of the complete checkpoint, whose values get the key `step`.
@@ -191,7 +190,7 @@ class CheckpointStore:
     def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
         """Write under a temporary name, then rename. `state` must not change meanwhile: it isn't copied."""
         state = State(state.pieces, {**state.values, "step": step})
-        temporary = Path(share(group, lambda: str(self._begin(step))))
+        temporary = Path(share(group, lambda: str(self._directory.begin(step))))
         try:
             # three times together: one rank's error ends the save on all before the next part
             together(group, lambda: _check_there(temporary, group.rank()))
@@ -204,25 +203,15 @@ class CheckpointStore:
         if group.rank() == 0:  # the others go on: nothing here decides about the save
             self._retention.saved(final, state.values)
             try:
-                self._directory.retain(self._retention.staying, final, lambda: self._retention.leading)
+                self._directory.retain(self._retention.staying, final)
             except OSError as error:  # too many checkpoints do no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
 
-    def _begin(self, step: int) -> Path:
-        self._clean()
-        return self._directory.begin(step)
-
-    def _clean(self) -> None:
-        """Remove the remains of earlier crashes, once."""
-        if not self._is_clean:
-            self._directory.clean()
-            self._is_clean = True
-
     def _candidates(self, path: Path | None) -> list[Path]:
         """The directories to try. Runs on rank 0."""
         if path is None:
-            self._clean()
+            self._directory.clean()
             return self._directory.candidates()
         if not path.exists():
             raise UsageError(f"there is no checkpoint {path}")
@@ -264,8 +253,8 @@ class CheckpointStore:
         differences = describe_differences(self._group, needed, stored)
         if differences is not None:
             raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {differences}")
-        there = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
-        fault = survey(self._group, lambda: self._formats[format_name].load(directory, there))
+        present = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
+        fault = survey(self._group, lambda: self._formats[format_name].load(directory, present))
         if isinstance(fault, CheckpointError | OSError):
             return reason(fault)
         if isinstance(fault, Exception):
@@ -273,7 +262,7 @@ class CheckpointStore:
         step = values.get("step")
         if type(step) is not int or not 0 <= step < 2**63:  # no isinstance: True is an int
             return f"{directory}: its values have no step, expected a number that is zero or more"
-        names = {piece.name for piece in there}
+        names = {piece.name for piece in present}
         self._warn_of_unused(directory, names, [name for name in shapes if name not in stored])
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
 

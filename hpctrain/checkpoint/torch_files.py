@@ -91,9 +91,9 @@ def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], tuple[str,
     if len(candidates) == 1 or len(usual) == 1:
         state, place = (usual or candidates)[0]
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        others = ", ".join([name for name in state if name not in tensors][:5])
+        skipped = ", ".join([name for name in state if name not in tensors][:5])
         remarks = [f"the state dict is at {shown('.'.join(place))}"] if place else []
-        return tensors, (*remarks, *([f"no tensors, and left out: {others}"] if others else ()))
+        return tensors, (*remarks, *([f"no tensors, and left out: {skipped}"] if skipped else ()))
     if candidates:
         places = ", ".join(shown(".".join(place)) for _, place in candidates[:5])
         raise CheckpointError(f"{path} holds several state dicts, {places}; torch.save the one that you mean alone")

@@ -60,8 +60,8 @@ def load_weights(
         if differences is not None:
             if strict:
                 raise OtherModelError(f"the weights in {path} are of another model: {differences}")
-            pieces, left = _in_both(path, source, pieces, group)
-            remarks += left
+            pieces, further = _in_both(path, source, pieces, group)
+            remarks += further
         if reads:
             together(group, lambda: source.fill(pieces))
         return remarks
@@ -74,10 +74,10 @@ def _shapes(source: WeightsSource) -> dict[str, tuple[int, ...]]:
 
 
 def _fitting(
-    source: WeightsSource, wanted: dict[str, tuple[int, ...]], tied: Sequence[list[str]], group: dist.ProcessGroup
+    source: WeightsSource, shapes: dict[str, tuple[int, ...]], tied: Sequence[list[str]], group: dist.ProcessGroup
 ) -> WeightsSource:
     """`source` without the prefixes that all its names have, if only then it has a tensor of the model. Collective."""
-    names, stripped = {*wanted, *(name for tie in tied for name in tie)}, source
+    names, stripped = {*shapes, *(name for tie in tied for name in tie)}, source
     # over all ranks: a pipeline's ask for different names
     while not sum_of(int(any(name in stripped.tensors for name in names)), group):
         first = next(iter(stripped.tensors), "").partition(".")[0] + "."
@@ -95,11 +95,11 @@ def _in_both(
     """The pieces that the file has a tensor for, and remarks about the other tensors of the model and of the file. Collective."""
     shapes = _shapes(source)
     chosen = [piece for piece in pieces if shapes.get(piece.name) == piece.shape]
-    mine = {piece.name for piece in chosen}
-    unused = not_wanted(group, mine, shapes)
+    held = {piece.name for piece in chosen}
+    unused = not_wanted(group, held, shapes)
     if len(unused) == len(shapes):
         raise CheckpointError(f"the weights in {path} have no tensor of the model: {', '.join(unused[:3])}")
-    lacking = sorted({piece.name for piece in pieces} - mine)
+    lacking = sorted({piece.name for piece in pieces} - held)
     missing = sorted({name for names in gather_values(lacking, group) for name in names})
     remarks = []
     if missing:

@@ -42,7 +42,7 @@ class JobError(HpctrainError):
 
 @contextmanager
 def collecting(key: Key, problems: list[PlacedProblem]) -> Iterator[None]:
-    """Make a problem at `key` of a UsageError in the block."""
+    """Turn a UsageError in the block into a problem at `key`."""
     try:
         yield
     except UsageError as error:

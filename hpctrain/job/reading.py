@@ -89,10 +89,8 @@ def _preset(name: str, place: str) -> Path:
         with suppress(ImportError):  # a distribution whose files are gone
             spec = find_spec(entry.value)  # unlike an import, it runs nothing of the package but its parents
             folders += [] if spec is None else list(spec.submodule_search_locations or ())
+    # of one name, a package's preset goes before the core's
     presets = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
-    homes = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
-    if len(homes) > 1:
-        raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(homes)}")
     if name not in presets:
         raise JobFileError(
             f"{place}: extends: there is no preset {name!r}, here or in an installed package; expected one of "
@@ -165,23 +163,16 @@ def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: A
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:
     """The table that `parts` lead to, new if the job lacks it, and its place. In an array of tables, a part is a row's number or
     name."""
-    table: dict[str, Any] = raw.tables
+    table: Any = raw.tables
     place: Key = ()
-    rows: list[Any] | None = None
     for part in parts:
-        if rows is not None:
-            number = _row(rows, part, override, place)
-            table, place, rows = rows[number], (*place, number), None
-            continue
-        below = table.setdefault(part, {})
-        place = (*place, part)
-        if isinstance(below, list):
-            rows = below
-            continue
-        if not isinstance(below, dict):  # an axis may be written as its size alone; other values give way
-            below = table[part] = {"size": below} if place[0] == "parallelism" else {}
+        key: Any = _row(table, part, override, place) if isinstance(table, list) else part
+        below = table[key] if isinstance(table, list) else table.setdefault(key, {})
+        place = (*place, key)
+        if not isinstance(below, (dict, list)):  # an axis may be written as its size alone; other values give way
+            below = table[key] = {"size": below} if place[0] == "parallelism" else {}
         table = below
-    if rows is not None:
+    if isinstance(table, list):
         array = ".".join(map(str, place))
         raise UsageError(
             f"--set {override}: [[{array}]] is an array of tables; choose a row by number or name: {array}.0.KEY=VALUE"
@@ -199,9 +190,7 @@ def _row(rows: list[Any], part: str, override: str, place: Key) -> int:
         return matches[0]
     names = [str(row["name"]) for row in tables.values() if "name" in row]
     choices = f"0 to {len(rows) - 1}" + (f", or {', '.join(names)}" if names else "") if tables else "none"
-    why = (
-        f"{len(matches)} rows have the name {part!r}; say which by its number"
-        if matches
-        else f"there is no row {part!r}"
-    )
+    why = f"there is no row {part!r}"
+    if matches:
+        why = f"{len(matches)} rows have the name {part!r}; say which by its number"
     raise UsageError(f"--set {override}: [[{'.'.join(map(str, place))}]]: {why} (rows: {choices})")

@@ -58,15 +58,15 @@ class JobTable(Table):
     epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Train for this many passes over the data; whole global batches only."""
     deterministic: bool = False
-    """Take deterministic algorithms only, for the same bits on the same hardware; an operation that has none ends the job. On CPUs
-    a job gives the same bits without it."""
+    """Use only deterministic algorithms, for the same bits on the same hardware; an operation without one ends the job. On CPUs a
+    job gives the same bits without this key."""
     start: Literal["fork", "spawn"] = "fork"
     """How `-n` starts ranks: as forks of its own process, which has imported torch, or as new processes."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own, in the order of NUMA nodes, where the launcher has bound none."""
     time_limit: Seconds | None = None
-    """The time that the job has from its start, such as "23h30m" or a number of seconds: before it is over, the job saves and
-    exits with 75. The end of a Slurm job is known without it."""
+    """Time limit of the job from its start, such as "23h30m" or a number of seconds; before it is over, the job saves and exits
+    with 75. A Slurm job knows its end without this key."""
 
     @property
     def mode(self) -> int:
@@ -98,7 +98,8 @@ class ModelTable(SlotTable):
     trainable: list[str] | None = Field(default=None, min_length=1)
     """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
     loss: str | None = None
-    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
+    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); it returns a mean, or a loss per
+    sample."""
 
 
 class DatasetTable(SlotTable):
@@ -114,7 +115,7 @@ class DatasetTable(SlotTable):
     """How worker processes start: forkserver forks a process that has imported torch and has no MPI, spawn starts new ones, and
     fork copies the rank, which shares its data but is undefined under MPI."""
     prefetch: int = Field(default=2, ge=1)
-    """Micro batches that each worker loads ahead of the step; without workers, a thread does if the data draws no numbers."""
+    """Micro batches that each worker loads ahead of the step; without workers, a thread does unless the data draws numbers."""
     weights: str | None = None
     """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
     sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
@@ -157,7 +158,7 @@ class ScheduleTable(SlotTable):
     name: str = "constant"
     """A schedule plugin, or "package.module:callable"."""
     unit: Literal["step", "epoch"] = "step"
-    """Count optimizer steps, or the epochs of [job] epochs, in each of which the rate stays as it is."""
+    """Count optimizer steps, or the epochs of [job] epochs, within which the rate is constant."""
 
 
 class BatchTable(Table):

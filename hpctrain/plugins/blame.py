@@ -69,9 +69,9 @@ def retell_model_error(error: BaseException | None) -> None:
     while trace is not None and not _calls_users_model(trace.tb_frame):
         trace = trace.tb_next
     if trace is not None:
-        called = trace.tb_frame.f_locals
-        what = f"[model] name = {called['self'].name!r}: its {trace.tb_frame.f_code.co_name}"
-        batch = f", on a batch of {_shapes(called.get('batch'))}"
+        variables = trace.tb_frame.f_locals
+        what = f"[model] name = {variables['self'].name!r}: its {trace.tb_frame.f_code.co_name}"
+        batch = f", on a batch of {_shapes(variables.get('batch'))}"
     else:
         while error is not None and not failing_layer(error.__traceback__):
             error = error.__cause__  # torch's pipeline schedules wrap the error of a stage
@@ -181,16 +181,16 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _shapes(batch: object) -> str:
-    """input (2, 4) float32, labels (2) int64."""
-    named = (
+    """The tensors of a batch, such as "input (2, 4) float32, labels (2,) int64"."""
+    entries = (
         batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
     )
-    shapes = [f"{name} {_shape(value)}" for name, value in named if isinstance(value, Tensor)]
+    shapes = [f"{name} {_shape(value)}" for name, value in entries if isinstance(value, Tensor)]
     return ", ".join(shapes) or type(batch).__name__
 
 
 def _users_frames(trace: TracebackType | None) -> str:
-    """The frames that lie in no library."""
+    """The frames in files that belong to no library."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)

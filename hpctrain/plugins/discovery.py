@@ -96,7 +96,7 @@ def register(manager: pluggy.PluginManager, part: object, name: str) -> str | No
     return why
 
 
-_left: set[str] = set()  # former current directories: a program may change to another
+_former: set[str] = set()  # former current directories: a program may change to another
 
 
 def import_from_here(module: str) -> ModuleType:
@@ -104,8 +104,8 @@ def import_from_here(module: str) -> ModuleType:
     to write there. Raises ImportError where an installed module has the name of a file there."""
     here = Path.cwd()
     if str(here) not in sys.path:
-        sys.path[:] = [*(entry for entry in sys.path if entry not in _left), str(here)]
-        _left.add(str(here))
+        sys.path[:] = [*(entry for entry in sys.path if entry not in _former), str(here)]
+        _former.add(str(here))
     near = here.joinpath(*module.split("."))
     if near.with_suffix(".py").exists() or (near / "__init__.py").exists():
         top = module.partition(".")[0]

@@ -33,11 +33,6 @@ class ModuleSource:
         return path.replace(".", " ") if kind == COMMAND and self.distribution else None
 
     @property
-    def slot(self) -> str:
-        """The first part of the entry point's name."""
-        return self.entry_point.partition(".")[0]
-
-    @property
     def key(self) -> str:
         """The module's name in pluggy."""
         return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module

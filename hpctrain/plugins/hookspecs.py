@@ -64,8 +64,7 @@ class LifeCycleHooks:
 
     @hookspec
     def hpctrain_evaluation_end(self, step: int, model: LiveModel) -> None:
-        """The evaluation is over, also one that was cut short because the job has to stop: take back what
-        `hpctrain_evaluation_start` has changed."""
+        """The evaluation is over, or was cut short because the job has to stop: undo what `hpctrain_evaluation_start` changed."""
 
     @hookspec
     def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], model: LiveModel, control: Control) -> None:

@@ -55,7 +55,7 @@ class LifeCycle:
         """Whether any plugin takes a Control, which lets it end the run."""
 
     def _start(self, registry: Registry, place: str, slot: str, hook: Hook) -> object:
-        """Start a hook and register what it returned. place: of the hook in the job."""
+        """Start a hook and register what it returned. place: the hook's table in the job."""
         key = f"{place} {hook.name}"
         self._sources[key] = f"{hook.name} of {registry.find(slot, hook.name).source}"
         try:
@@ -72,10 +72,10 @@ class LifeCycle:
 
     def refuse_differences(self) -> None:
         """Raise ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
-        mine = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
-        if not mine:
+        hooks = [sorted(caller.name for caller in self._manager.get_hookcallers(part) or ()) for part in self._started]
+        if not hooks:
             return  # a job without hooks: it is the same on all ranks
-        for rank, theirs in enumerate(everyone := gather_values(mine)):
+        for rank, theirs in enumerate(everyone := gather_values(hooks)):
             for hook, first, other in zip(self._chosen, everyone[0], theirs, strict=True):
                 if first != other:
                     fault = f"started with {', '.join(other)} on rank {rank} and {', '.join(first)} on rank 0"

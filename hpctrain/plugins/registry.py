@@ -74,8 +74,8 @@ class Registry:
             self._settle(key)
 
     def complete(self, *slots: str) -> None:
-        """Import what waits in these slots, or everything."""
-        self.load([source for source in self.waiting if not slots or source.slot in slots])
+        """Import the waiting modules of these slots, or all."""
+        self.load([source for source in self.waiting if not slots or source.entry_point.partition(".")[0] in slots])
 
     def notes(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
@@ -156,9 +156,9 @@ class Registry:
         """Decide which plugin gets the name `key`: another distribution's rather than hpctrain's, so that people can replace it."""
         others = [plugin for plugin in self.claims[key] if plugin.source.distribution != OWN] or self.claims[key]
         if len(others) > 1:
-            both = " and ".join(str(plugin.source) for plugin in others)
+            names = " and ".join(str(plugin.source) for plugin in others)
             for source in (plugin.source for plugin in others):
-                why = f'the name is claimed by {both}; leave the other out with [plugins] block = ["{source.module}"]'
+                why = f'the name is claimed by {names}; leave the other out with [plugins] block = ["{source.module}"]'
                 fault = Fault(source, "broken", f"{why}, or uninstall it", key)
                 self.faults += [] if fault in self.faults else [fault]  # hpctrain's own may have come later
             return
@@ -205,9 +205,9 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
     unfit = _unfit_method(cls)
     if unfit:
         return f"{what}: {unfit}"
-    taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
-    if taken:  # the core reads these first: the plugin would never see them
-        return f"{what} has the options {', '.join(taken)}, which are keys of the core's"
+    reserved = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
+    if reserved:  # the core reads these first: the plugin would never see them
+        return f"{what} has the options {', '.join(reserved)}, which are keys of the core's"
     return None
 
 

@@ -86,7 +86,7 @@ def table_class(slot: Slot) -> type[BaseModel]:
 
 
 def choice_of(slot: Slot, table: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key that chooses the plugin of a table, and the plugin's name. The name is no text where the key is missing or of a wrong
+    """The key that chooses the plugin of a table, and the plugin's name. It isn't a text where the key is missing or has another
     type; the core's table reports that."""
     assert slot.key is not None
     if slot.numbered is not None and slot.key not in table:

@@ -157,8 +157,8 @@ def test_links_and_files_in_place_of_directories_block_no_save(tmp_path: Path, g
     for step in (2, 3, 4):
         (root / f"step-{step:08d}.tmp").write_text("x")
         one.save(step, state(step))
-    assert names(root) == ["latest", "step-00000004"]
-    assert step_of(tmp_path, group, away) == 1  # the links went, not what they led to
+    assert names(root) == ["latest", "step-00000001", "step-00000004"]
+    assert step_of(tmp_path, group, away) == 1  # the links in the way went, not what they led to
 
 
 def test_what_a_crash_left_and_nobody_can_remove_is_told(

@@ -69,8 +69,8 @@ class UserDataset(Dataset):
         return UserSamples(self.name, source, collation, self._weigh)
 
     def _of_loader(self, loader: DataLoader[Any]) -> Samples | Stream:
-        """The data set of a DataLoader, with its collate_fn and num_workers. Raises UsageError for settings whose loss would change
-        the samples without a trace."""
+        """The data set of a DataLoader, with its collate_fn and num_workers. Raises UsageError for settings that can't be kept and
+        would change the samples."""
         what, batches = f"{self._what} returned a DataLoader", loader.batch_sampler
         if batches is None:
             raise UsageError(

@@ -81,8 +81,8 @@ class UserModel(PipelineModel):
         return _present(module, structure.before), _present(module, structure.after)
 
     def embed(self, module: nn.Module, batch: Batch) -> Tensor:
-        positional, named = self._inputs(batch)
-        (value,) = (*positional, *named.values())  # an nn.Sequential takes one
+        positional, keywords = self._inputs(batch)
+        (value,) = (*positional, *keywords.values())  # an nn.Sequential takes one
         for layer in self.ends(module)[0]:
             value = layer(value)
         return value  # type: ignore[no-any-return]
@@ -93,8 +93,8 @@ class UserModel(PipelineModel):
         return hidden
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        positional, named = self._inputs(batch)
-        return module(*positional, **named)
+        positional, keywords = self._inputs(batch)
+        return module(*positional, **keywords)
 
     @staticmethod
     def _inputs(batch: Batch) -> tuple[Sequence[Any], dict[str, Any]]:
