@@ -189,7 +189,8 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), compl
 def _waits(source: ModuleSource) -> bool:
     """Whether a module may wait until a job names its plugin."""
     # another distribution's hooks may be functions, which every job calls
-    return source.slot in SLOTS and (source.slot != "hook" or source.distribution == OWN)
+    slot = source.entry_point.partition(".")[0]
+    return slot in SLOTS and (slot != "hook" or source.distribution == OWN)
 
 
 def _class_fault(slot: Slot, cls: object) -> str | None:
