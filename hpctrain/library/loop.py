@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
@@ -83,8 +83,8 @@ class Loop:
         self._start = start
         self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
-        # the parameters that were set up, and their models. Weak: setup replaces them, and ids of dead ones are used again
-        self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        # the models of all parameters that were set up; weak, since setup replaces parameters
+        self._owners = WeakTensorKeyDictionary()
         # all models that were set up, the frozen ones included
         self._models: dict[str, LaidOut] = {}
         # the step in which the program has last opened parameters, and how often before in that step: a part of their seed
@@ -170,7 +170,7 @@ class Loop:
         name = name or FIRST
         if name in self._models:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
-        self._refuse_known(name, model)  # before `build`, which changes the module
+        self._refuse_second_owner(name, model)  # before `build`, which changes the module
         refuse_tables(tables, optimizer)
         if model is not None:
             model.zero_grad()  # gradients from before the loop would be added to the first step's
@@ -221,15 +221,14 @@ class Loop:
         drop = None if trained is None else trained.zero_grad  # a frozen model has no gradients
         return own(name, module, precision.parameter_dtype, calling, drop, methods)
 
-    def _refuse_known(self, name: str, model: nn.Module | None) -> None:
-        owners = {id(alive): owner for reference, owner in self._parameters if (alive := reference()) is not None}
+    def _refuse_second_owner(self, name: str, model: nn.Module | None) -> None:
         for key, parameter in [] if model is None else model.named_parameters():
-            if id(parameter) in owners:
+            if parameter in self._owners:
                 raise UsageError(
-                    f"setup: {key} of {name!r} is a parameter of {owners[id(parameter)]!r}, too: two optimizers would change it; "
+                    f"setup: {key} of {name!r} is a parameter of {self._owners[parameter]!r}, too: two optimizers would change it; "
                     "set up one module that holds both"
                 )
-            self._parameters.append((weakref.ref(parameter), name))
+            self._owners[parameter] = name
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context in the job's precision, for what the program computes outside its models' forwards."""
