@@ -43,9 +43,7 @@ class OfferedCommand:
 def offers(group: str, own: Collection[str]) -> list[OfferedCommand]:
     """Commands that plugins add to a group, "" for the first level, by name. own: the names of the core's commands there."""
     by_name: dict[str, list[ModuleSource]] = {}
-    for source in sorted(
-        entry_points(), key=lambda entry: (entry.distribution != PROJECT, entry.distribution)
-    ):  # ours first
+    for source in sorted(entry_points(), key=lambda entry: (entry.distribution != PROJECT, entry.distribution)):
         if source.command is not None:
             place, _, name = source.command.rpartition(" ")
             if place not in ("", *GROUPS):

@@ -1,4 +1,4 @@
-"""The slot `checkpoint`: the format of the files. Directories, their renaming, and which of them are kept are the core's."""
+"""The slot `checkpoint`: the format of the files. Directories, their renaming, and which of them are kept are up to the core."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CheckpointFormat(Plugin):
     CheckpointError or OSError.
 
     Reading is local: each rank reads what it needs, so a checkpoint can be read at any world size. The commands
-    `hpctrain checkpoint ...` use these methods only, so they work with every format.
+    `hpctrain checkpoint ...` use only these methods, so they work with every format.
     """
 
     @abstractmethod

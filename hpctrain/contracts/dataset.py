@@ -17,7 +17,7 @@ Split = Literal["train", "validation", "test"]
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 """The number of tokens of each sample, `(samples,)`."""
 Weights = np.ndarray[Any, np.dtype[np.float64]]
-"""The frequency of each sample among the draws, relative to the others, `(samples,)`."""
+"""The frequency with which each sample is drawn, relative to the others, `(samples,)`."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Source(ABC):
 
     draws: ClassVar[bool] = False
     """Whether an item may draw random numbers (augmentation). If so, the generators of Python, NumPy and torch on the CPU, and
-    those in its attributes, are seeded for each item: draws are the same on any number of ranks and workers, and differ between
-    epochs. Without workers, items are then read between two steps, not on a thread. Draws of `collation` are seeded for each micro
-    batch, so they depend on micro_size, too."""
+    those in the source's attributes, are seeded for each item: draws are the same on any number of ranks and workers, and differ
+    between epochs. Without workers, items are then read between two steps, not on a thread. Draws of `collation` are seeded for
+    each micro batch, so they depend on micro_size, too."""
 
     vocab_size: int | None = None
     """The number above all ids; None where samples hold no ids."""
@@ -141,6 +141,10 @@ class Stream(Source):
         """Let the next iterator continue from this state."""
 
 
+def _here(name: str, action: Callable[[], Any]) -> Any:
+    return action()
+
+
 @dataclass(frozen=True)
 class DatasetContext:
     """The rest of the job, as far as a dataset needs it."""
@@ -156,7 +160,7 @@ class DatasetContext:
     cache: Path = field(default_factory=cache_directory)
     """`[dataset] cache`: a directory for prepared data, which jobs and nodes may share (`hpctrain.toolkit.cache`)."""
 
-    once_per_node: Callable[[str, Callable[[], Any]], Any] = lambda _, action: action()
+    once_per_node: Callable[[str, Callable[[], Any]], Any] = _here  # no lambda: processes that load may get the context
     """`once_per_node(name, action)`: one rank of each node runs `action`, on a thread that may use the cores of all ranks of the
     node. Its value, which must be small (see `gather_values`), is returned on all ranks of the node; an exception on any node is
     raised on all ranks. All ranks must call it, however long `action` takes. A second call with this name returns the first

@@ -120,7 +120,7 @@ def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
     One piece, unless `set_row_order` was called for it; then the pieces are runs of whole local rows, and none is empty.
     """
     stored = Piece.of(name, tensor)
-    owner, _, attribute = name.rpartition(".")
+    owner, _, attribute = name.rpartition(".")  # `set_row_order` notes it at the module that has the parameter
     runs = module.get_submodule(owner).__dict__.get(_ROW_ORDERS, {}).get(attribute)
     return [stored] if runs is None else list(_of_the_model(stored, runs))
 

@@ -153,7 +153,7 @@ class Runner(ABC):
         """The sum of this rank's losses, a float64 scalar on the device, and the number of `terms` in it (0 where another rank of
         the axis has them).
 
-        see: called with the outputs, if this rank has them, and the batch of each micro batch that counts.
+        see: called with outputs and batch of each micro batch that counts, on ranks that have the outputs.
         """
 
     def idle_share(self, micro_batches: int) -> float:

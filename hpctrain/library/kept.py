@@ -18,21 +18,24 @@ from hpctrain.library.parameters import LaidOut
 LOG = logging.getLogger("hpctrain")
 
 
-def kept_state(name: str, kept: Any) -> PluginState:
-    """The state of an object with `state_dict` and `load_state_dict`: tensors as pieces, all else as JSON values.
+def kept_state(name: str, stateful: Any) -> PluginState:
+    """The state of an object with `state_dict` and `load_state_dict`: tensors as pieces, all else as JSON values. A frozen model's
+    is its pieces.
 
-    Raises UsageError for an object without them. The tensors' names and shapes have to stay as they are now.
+    Raises UsageError for other objects. The tensors' names and shapes have to stay as they are now.
     """
-    if not (hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict")):
+    if isinstance(stateful, LaidOut):
+        return PluginState(name, stateful.pieces(), restore=lambda _: stateful.sharded.refresh())
+    if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
         raise UsageError(
-            f"register_for_checkpointing: {name!r} is of type {type(kept).__name__}, expected state_dict and load_state_dict"
+            f"register_for_checkpointing: {name!r} is of type {type(stateful).__name__}, expected state_dict and load_state_dict"
         )
-    _refuse_value(name, kept.state_dict())
+    _refuse_value(name, stateful.state_dict())
     # copies: a state_dict may give new tensors each time, and pieces must be the same ones for as long as the run lasts
-    tensors = {key: value.detach().clone() for key, value in kept.state_dict().items() if isinstance(value, Tensor)}
+    tensors = {key: value.detach().clone() for key, value in stateful.state_dict().items() if isinstance(value, Tensor)}
 
     def values() -> dict[str, Any]:
-        state = kept.state_dict()
+        state = stateful.state_dict()
         late = next((key for key, value in state.items() if isinstance(value, Tensor) and key not in tensors), None)
         if late is not None:
             raise TrainingError(
@@ -50,14 +53,9 @@ def kept_state(name: str, kept: Any) -> PluginState:
 
     def restore(saved: dict[str, Any]) -> None:
         # clones: the object may keep the tensors that it gets, and the next save writes into the pieces
-        kept.load_state_dict({**saved["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
+        stateful.load_state_dict({**saved["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
 
     return PluginState(name, [Piece.whole(key, tensor) for key, tensor in tensors.items()], values, restore)
-
-
-def frozen_state(name: str, model: LaidOut) -> PluginState:
-    """The values of a frozen model that the program changes, such as a momentum teacher, in checkpoints."""
-    return PluginState(name, model.pieces(), restore=lambda _: model.sharded.refresh())
 
 
 def changed_models(models: Sequence[LaidOut]) -> PluginState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
@@ -25,7 +25,7 @@ from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
 from hpctrain.library.gradients import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import changed_models, frozen_state, kept_state
+from hpctrain.library.kept import changed_models, kept_state
 from hpctrain.library.module import OwnModule, OwnOptimizer, own
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
 from hpctrain.library.steps import OwnSteps, Step
@@ -83,13 +83,13 @@ class Loop:
         self._start = start
         self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
-        # the parameters that were set up, and their models. Weak: setup replaces them, and ids of dead ones are used again
-        self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        # the models of all parameters that were set up; weak, since setup replaces parameters
+        self._owners = WeakTensorKeyDictionary()
         # all models that were set up, the frozen ones included
         self._models: dict[str, LaidOut] = {}
         # the step in which the program has last opened parameters, and how often before in that step: a part of their seed
         self._opened = (0, 0)
-        self._kept: dict[str, Any] = {}
+        self._registered: dict[str, Any] = {}
         self._steps: OwnSteps | None = None
 
     @property
@@ -170,7 +170,7 @@ class Loop:
         name = name or FIRST
         if name in self._models:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
-        self._refuse_known(name, model)  # before `build`, which changes the module
+        self._refuse_second_owner(name, model)  # before `build`, which changes the module
         refuse_tables(tables, optimizer)
         if model is not None:
             model.zero_grad()  # gradients from before the loop would be added to the first step's
@@ -221,15 +221,14 @@ class Loop:
         drop = None if trained is None else trained.zero_grad  # a frozen model has no gradients
         return own(name, module, precision.parameter_dtype, calling, drop, methods)
 
-    def _refuse_known(self, name: str, model: nn.Module | None) -> None:
-        owners = {id(alive): owner for reference, owner in self._parameters if (alive := reference()) is not None}
+    def _refuse_second_owner(self, name: str, model: nn.Module | None) -> None:
         for key, parameter in [] if model is None else model.named_parameters():
-            if id(parameter) in owners:
+            if parameter in self._owners:
                 raise UsageError(
-                    f"setup: {key} of {name!r} is a parameter of {owners[id(parameter)]!r}, too: two optimizers would change it; "
+                    f"setup: {key} of {name!r} is a parameter of {self._owners[parameter]!r}, too: two optimizers would change it; "
                     "set up one module that holds both"
                 )
-            self._parameters.append((weakref.ref(parameter), name))
+            self._owners[parameter] = name
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context in the job's precision, for what the program computes outside its models' forwards."""
@@ -241,16 +240,18 @@ class Loop:
         Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or
         is a frozen model that setup returned.
         """
-        for name, kept in objects.items():
-            held = self._held(kept)
-            if held is not None and held.trained is not None:
-                raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
-            is_own_name = held is not None and held.name == name
-            if self._steps is not None or name in self._kept or (name in self._models and not is_own_name):
+        for name, stateful in objects.items():
+            laid_out = self._laid_out(stateful)
+            if laid_out is not None and laid_out.trained is not None:
+                raise UsageError(
+                    f"register_for_checkpointing: {laid_out.name!r} is trained: checkpoints have it already"
+                )
+            is_own_name = laid_out is not None and laid_out.name == name
+            if self._steps is not None or name in self._registered or (name in self._models and not is_own_name):
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )
-            self._kept[name] = held or kept
+            self._registered[name] = laid_out or stateful
 
     def steps(self) -> Iterator[Step]:
         """Yield the job's remaining steps, each with its micro batches. Between two steps, metrics are written, checkpoints saved,
@@ -259,10 +260,8 @@ class Loop:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        states = [
-            (frozen_state if isinstance(kept, LaidOut) else kept_state)(name, kept) for name, kept in self._kept.items()
-        ]
-        registered = set(map(id, self._kept.values()))
+        states = [kept_state(name, stateful) for name, stateful in self._registered.items()]
+        registered = set(map(id, self._registered.values()))
         unkept = [model for model in self._models.values() if model.trained is None and id(model) not in registered]
         states += [changed_models(unkept)] if unkept else []
         self._steps = OwnSteps(self._start, self._trained, states, self._agreement)
@@ -304,12 +303,12 @@ class Loop:
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
         """Scale the model's gradients to a norm over all ranks of at most `max_norm`; returns the norm before. Collective."""
-        held = self._held(model)
-        if held is None or held.trained is None:
+        laid_out = self._laid_out(model)
+        if laid_out is None or laid_out.trained is None:
             raise UsageError(
                 "clip_grad_norm_: found a model that is not trained here, expected one that setup returned"
             )
-        return held.trained.clip(max_norm)
+        return laid_out.trained.clip(max_norm)
 
     @contextmanager
     def parameters(self, model: OwnModule, names: str = "*", whole: bool = True) -> Iterator[Parameters]:
@@ -321,41 +320,41 @@ class Loop:
         open a large model in parts, or some parameters at a time. Random numbers drawn while you iterate are the same on every
         layout for whole parameters, and on every rank that has the same part.
         """
-        held = self._held(model)
-        if held is None:
+        laid_out = self._laid_out(model)
+        if laid_out is None:
             raise UsageError("parameters: found a model that is not set up here, expected one that setup returned")
-        chosen = held.named(names)
-        trained = held.trained
+        chosen = laid_out.named(names)
+        trained = laid_out.trained
         if trained is not None:
             trained.open_gradients()
-        detail = zlib.crc32(repr((held.name, names, whole)).encode())  # `hash` of a text differs between processes
+        detail = zlib.crc32(repr((laid_out.name, names, whole)).encode())  # `hash` of a text differs between processes
         ranks = self._agreement.on(PARAMETERS, self.step, [] if trained is None else trained.used_bits(), detail)
         if trained is not None:
             trained.note_used(ranks)
         with_gradients = set[str]() if trained is None else trained.with_gradients
-        held.sharded.adopt()  # changes that the program has made outside this context
+        laid_out.sharded.adopt()  # changes that the program has made outside this context
         if whole:
-            held.sharded.consolidate()
+            laid_out.sharded.consolidate()
         with torch.no_grad(), forked_random_state(self.device):  # the loop's own draws go on as without this context
             if whole:
-                copies = WholeParameters(held, chosen, with_gradients, self.device)
+                copies = WholeParameters(laid_out, chosen, with_gradients, self.device)
                 entries: list[tuple[str, Tensor, tuple[int, ...]]]
                 entries = [(name, parameter, (0,) * parameter.dim()) for name, parameter in copies.named.items()]
             else:
-                entries = [(piece.name, piece.tensor, piece.offsets) for piece in parts_of(held, chosen)]
+                entries = [(piece.name, piece.tensor, piece.offsets) for piece in parts_of(laid_out, chosen)]
             self._opened = (self.step, self._opened[1] + 1 if self._opened[0] == self.step else 0)
-            seed = derive_seed(self._start.checked.job.job.seed, "parameters", held.name, *self._opened)
+            seed = derive_seed(self._start.checked.job.job.seed, "parameters", laid_out.name, *self._opened)
             yield Parameters(entries, seed, self.device)
             if whole:
                 copies.write_back()
-        held.sharded.refresh()  # the pieces have changed
+        laid_out.sharded.refresh()  # the pieces have changed
         if trained is not None:
             trained.show_gradients()
 
     def get_state_dict(self, model: OwnModule) -> dict[str, Tensor]:
         """The full parameters and buffers of a model by name, on every rank. Collective."""
-        held = self._held(model)
-        trained = None if held is None else held.trained
+        laid_out = self._laid_out(model)
+        trained = None if laid_out is None else laid_out.trained
         if trained is not None:
             trained.model.sharded.adopt()
             trained.model.consolidate()
@@ -367,7 +366,7 @@ class Loop:
                 values[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
         return values
 
-    def _held(self, module: Any) -> LaidOut | None:
+    def _laid_out(self, module: Any) -> LaidOut | None:
         return next((model for model in self._models.values() if model.sharded.module is module), None)
 
     def _begun(self, method: str) -> OwnSteps:

@@ -10,10 +10,10 @@ from operator import or_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.torch_private import foreach_add_, version_of
+from hpctrain.base.torch_private import foreach_add_
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.library.agreement import Agreement
 from hpctrain.library.gradients import Gradients
@@ -59,8 +59,6 @@ class Trained:
         self._used = _Used()
         # parameters that no rank has used since then, by the ranks' last exchange
         self._idle: set[str] = set()
-        # parameters that a strategy has gathered for the backward that follows, with their version after the forward
-        self._versions: list[tuple[str, nn.Parameter, int]] = []
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -109,22 +107,12 @@ class Trained:
 
     def forwarded(self, trains: bool) -> None:
         """A forward is over. trains: whether `forwarding` was called before it."""
-        if trains:  # stage 3 frees what it has gathered: a change in place would be lost
-            now = [(name, value) for name, value in self.model.module.named_parameters() if name in self._whole]
-            gathered = [(name, value) for name, value in now if value is not self._whole[name]]
-            self._versions = [(name, value, version_of(value)) for name, value in gathered]
-        elif not self._open:
+        if not trains and not self._open:
             self.model.sharded.rest()
 
     def backwarding(self) -> None:
-        """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
+        """The loop's backward begins."""
         self._backward_runs, self._used.is_expected = True, self._open
-        for name, parameter, version in self._versions if self._open else ():
-            if version_of(parameter) != version:
-                raise TrainingError(
-                    f"{name} of the model {self.name!r} was changed in place between a forward and its backward: the sharding "
-                    "strategy has gathered it for these, and the change would be lost; change it after the backward"
-                )
 
     def reached(self, _: Tensor) -> None:
         """A backward has come to the model's outputs: the loop's, or one of the program's own between its forwards.

@@ -115,7 +115,7 @@ class PartitionedModel(BucketedModel):
             for entry in bucket.entries
             for piece, gradient in _owned(entry, begin, master, master_gradients)
         ]
-        first = master_gradients.storage_offset()  # of stage 1: its gradients are a slice of the bucket's
+        first = master_gradients.storage_offset()  # not 0 in stage 1, whose gradients are a slice of the bucket's
         spans = [Span(piece, int(gradient.storage_offset() - first)) for piece, gradient in pieces]
         content = GradientBucket(spans, bucket.share, bucket.dtype, gradients.device)
         over_replicas = self._sums.bucket(content, "dp_replicate")
@@ -128,9 +128,8 @@ class PartitionedModel(BucketedModel):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
-            for finish in [
-                part.sum.all_reduce(part.gradients) for part in self._parts
-            ]:  # all begin before one is waited for
+            # a list: all sums begin before one is waited for
+            for finish in [part.sum.all_reduce(part.gradients) for part in self._parts]:
                 finish()
 
     def _hand_over(self) -> None:
