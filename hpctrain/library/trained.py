@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.torch_private import foreach_add_
+from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.library.agreement import Agreement
 from hpctrain.library.gradients import Gradients
@@ -59,6 +59,7 @@ class Trained:
         self._used = _Used()
         # parameters that no rank has used since then, by the ranks' last exchange
         self._idle: set[str] = set()
+        self._gathered: list[tuple[str, nn.Parameter, int]] = []
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -107,12 +108,23 @@ class Trained:
 
     def forwarded(self, trains: bool) -> None:
         """A forward is over. trains: whether `forwarding` was called before it."""
-        if not trains and not self._open:
+        if trains:  # a strategy that gathers puts other tensors in the parameters' places until the backward is over
+            gathered = [
+                (name, p) for name, p in self.model.module.named_parameters() if p is not self._whole.get(name, p)
+            ]
+            self._gathered = [(name, parameter, version_of(parameter)) for name, parameter in gathered]
+        elif not self._open:
             self.model.sharded.rest()
 
     def backwarding(self) -> None:
-        """The loop's backward begins."""
+        """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
         self._backward_runs, self._used.is_expected = True, self._open
+        for name, parameter, version in self._gathered if self._open else ():
+            if version_of(parameter) != version:
+                raise TrainingError(
+                    f"{name} of the model {self.name!r} was changed in place between a forward and its backward: the sharding "
+                    "strategy has gathered it for these, and the change would be lost; change it after the backward"
+                )
 
     def reached(self, _: Tensor) -> None:
         """A backward has come to the model's outputs: the loop's, or one of the program's own between its forwards.

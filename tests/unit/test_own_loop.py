@@ -672,6 +672,17 @@ def step_without_backward(loop: Loop) -> None:
         optimizer.step()
 
 
+def changed_before_backward(loop: Loop) -> None:
+    net = make_net()
+    model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), sharding={"stage": 3})
+    for step in loop.steps():
+        for x, _ in step:
+            outputs = model(x)
+            with torch.no_grad():
+                model[2].bias.zero_()
+            loop.backward(outputs.mean())
+
+
 def opened_before_backward(loop: Loop) -> None:
     model, _ = trained(loop)
     for step in loop.steps():
@@ -745,6 +756,11 @@ def late_tensor(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "said"),
     [
+        (
+            changed_before_backward,
+            TrainingError,
+            r"2\.bias of the model 'model' was changed in place between a forward",
+        ),
         (opened_before_backward, TrainingError, "a forward of the model 'model' has had no backward yet"),
         (
             penalty_by_itself,
