@@ -59,7 +59,7 @@ class Trained:
         self._used = _Used()
         # parameters that no rank has used since then, by the ranks' last exchange
         self._idle: set[str] = set()
-        self._gathered: list[tuple[str, nn.Parameter, int]] = []
+        self._gathered: list[tuple[str, Tensor, int]] = []
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
