@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -39,12 +38,11 @@ TORCHRUN_NAMES = {
 }  # fmt: skip
 """torchrun's variables, each with those of Open MPI's mpiexec, MPICH's, PALS, Flux and srun, in the order in which they are asked:
 mpiexec may run inside srun."""
-OF_A_RANK = (*TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE)
-"""Beginnings of variables that the starter gives a rank."""
-OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_LAUNCHED")
-"""Beginnings of variables that are the first rank's where mpiexec has started its parent."""
-OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_")
-"""Beginnings of variables by which a rank finds out how it was started."""
+# beginnings of variables by which a rank finds out how it was started
+_OF_LAUNCHERS = (
+    *TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE, "OMPI_COMM_WORLD_", "PMIX_", "PRTE_LAUNCHED", "MASTER_ADDR",
+    "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_",
+)  # fmt: skip
 # variables that are true of every process in a job of Slurm's, whoever started it: the job's number, and when it ends
 _OF_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 # the ranks of this node and of the world, from Open MPI's mpiexec, and from MPICH's and its relatives'
@@ -100,7 +98,7 @@ def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name in _OF_ALLOCATION or not name.startswith(OF_LAUNCHERS)
+        if name in _OF_ALLOCATION or not name.startswith(_OF_LAUNCHERS)
     }
 
 
@@ -122,7 +120,7 @@ def launcher_name(environment: Mapping[str, str] = os.environ) -> str | None:
         return "torchrun"
     if by_flux(environment):
         return "Flux"
-    if by_pals(environment):
+    if _PALS in environment:
         return "PALS"
     return "srun" if by_srun(environment) else None
 
@@ -150,24 +148,14 @@ def by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     return not inner and _step_tasks(environment) > 1
 
 
-def by_pals(environment: Mapping[str, str]) -> bool:
-    """Whether PALS started this process."""
-    return _PALS in environment
-
-
 def by_mpirun(environment: Mapping[str, str]) -> bool:
     """Whether the mpiexec of Open MPI or MPICH started this process."""
     return any(name in environment for name in _MPIRUN)
 
 
-def by_open_mpi(environment: Mapping[str, str]) -> bool:
-    """Whether Open MPI's mpiexec started this process."""
-    return "OMPI_COMM_WORLD_SIZE" in environment
-
-
 def by_mpi(environment: Mapping[str, str]) -> bool:
     """Whether the launcher of this process speaks with MPI libraries."""
-    return by_pals(environment) or any(name in environment for name in _PMI)
+    return any(name in environment for name in (_PALS, *_PMI))
 
 
 def pmi_name(environment: Mapping[str, str]) -> str | None:
@@ -204,7 +192,7 @@ def share_node(environment: Mapping[str, str]) -> bool:
 
     One launcher may run inside a task of another: it is unknown which of them started the ranks.
     """
-    if by_pals(environment) or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
+    if _PALS in environment or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
         return False
     told = [
         (environment[here] == environment[everywhere], environment[everywhere])
@@ -240,11 +228,6 @@ def slurm_numbers(environment: Mapping[str, str]) -> RankNumbers:
     # of a heterogeneous step, Slurm tells the tasks of one component
     local_size = per_node[node] if node < len(per_node) else 1
     return RankNumbers(int(environment["SLURM_PROCID"]), size, int(environment.get("SLURM_LOCALID", 0)), local_size)
-
-
-def slurm_node(environment: Mapping[str, str]) -> str:
-    """This node's name in Slurm."""
-    return environment.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def slurm_allocation_tasks(environment: Mapping[str, str]) -> int:

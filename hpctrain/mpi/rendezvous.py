@@ -25,10 +25,6 @@ _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instea
 _CONNECT = timedelta(seconds=60)  # for all addresses together
 
 
-class OutOfReachError(EnvironmentUnfitError):
-    """Some ranks can't connect to rank 0: every rank raises it."""
-
-
 def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[GuardedStore, int, int]]:
     """The handler that torch.distributed calls for mpi://. Yields the store, the rank and the world size. Collective.
 
@@ -85,9 +81,9 @@ def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
         return None
 
 
-def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> OutOfReachError:
+def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> EnvironmentUnfitError:
     addresses = ", ".join(f"{host} port {port}" for host, port in where["addresses"])
-    return OutOfReachError(
+    return EnvironmentUnfitError(
         f"{name_ranks(list(failures))} ({', '.join(sorted(set(failures.values())))}) could not connect to rank 0 "
         f"on {where['host']} at any of its addresses: {addresses}; expected TCP connections between the nodes of a "
         "job to be allowed: check the firewall and the network interfaces"

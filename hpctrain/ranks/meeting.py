@@ -117,11 +117,11 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
         logging.getLogger("hpctrain").warning("%s", sentence)
 
     if identity.source == "mpi":
-        from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
+        from hpctrain.mpi.rendezvous import open_over_mpi
 
         try:
             store = open_over_mpi(timeout, tell)
-        except OutOfReachError as error:  # of all ranks
+        except EnvironmentUnfitError as error:  # of all ranks
             raise PeerError(error.exit_code) if identity.rank else error from None
     else:
         from hpctrain.ranks.meeting_place import meeting_place, open_or_join

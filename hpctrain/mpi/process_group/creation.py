@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store.client import await_members
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import gather_json, on_all
+from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode, OverNodes
 from hpctrain.mpi.errors import CommunicationTimeoutError
@@ -48,7 +48,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     watch = OperationWatch(presence)
     collectives = _choose(Channel(comm, watch), watch, settings)
     group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
-    leaving.finish_at_exit(group)
+    leaving.groups.add(group)
     return group
 
 
@@ -79,7 +79,7 @@ def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Over
 
 def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
     node = NodeMemory.create(local, watch)
-    if on_all(comm, node is not None):
+    if all(gather_json(comm, node is not None)):
         return node
     if comm.rank == 0:
         warnings.warn(

@@ -88,8 +88,7 @@ class Silent(NamedTuple):
 
 def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
-    lines = [f"missing: {_silent(one)}" for one in silent if one.seconds > limit]
-    lines += [f"no answer in time: {_late(one)}" for one in silent if one.seconds <= limit]
+    lines = [f"{'missing' if rank.seconds > limit else 'no answer in time'}: {_silent(rank)}" for rank in silent]
     absent = [one for one in statuses if one.waits_for is None]
     kinds = {
         "missing": [one for one in absent if one.beat.idle >= limit / 2],
@@ -99,17 +98,12 @@ def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: f
     return lines + [f"{kind}: {told}" for kind, of_kind in kinds.items() for told in _grouped(of_kind)]
 
 
-def _silent(one: Silent) -> str:
-    where = f"last seen in {one.last.where}" if one.last is not None else "never seen"
+def _silent(rank: Silent) -> str:
+    where = f"last seen in {rank.last.where}" if rank.last is not None else "never seen"
     return (
-        f"rank {one.rank} on {one.node} has sent no heartbeat for {one.seconds:.0f} s: stopped, killed, or its node is out of "
+        f"rank {rank.rank} on {rank.node} has sent no heartbeat for {rank.seconds:.0f} s: stopped, killed, or its node is out of "
         f"reach ({where})"
     )
-
-
-def _late(one: Silent) -> str:
-    where = f"; it was in {one.last.where}" if one.last is not None else ""
-    return f"rank {one.rank} on {one.node}, whose last heartbeat came {one.seconds:.0f} s ago{where}"
 
 
 def _grouped(statuses: Sequence[RankStatus]) -> list[str]:
