@@ -37,7 +37,7 @@ _KNOWN: dict[str, type[Exception]] = {
 
 @contextmanager
 def _of_real_tensors() -> Iterator[None]:
-    """For a collective whose messages are real tensors, whatever a mode of the caller's makes of its own."""
+    """Make a collective's messages real tensors, whatever a mode of the caller's makes of its own."""
     with DisableTorchDispatch():
         yield
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store.client import await_members
 
+__all__ = ["create_group"]
+
 BACKEND = "named_gloo"
 
 _CONNECT = timedelta(seconds=60)  # all members are there by then
