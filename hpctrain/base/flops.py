@@ -41,11 +41,6 @@ def _recurrent_flops(given: Tensor, weights: Tensor | list[Tensor], others: Any)
     return 2 * tokens * sum(one.numel() for one in every if one.dim() == 2)
 
 
-def _is_shape(found: Any) -> bool:
-    """Whether an operator has made a tensor without values: DTensor asks so for the shape of a result."""
-    return isinstance(found, Tensor) and is_fake(found)
-
-
 class CountedFlops(TorchDispatchMode):
     """A mode that counts operations while `counts()` is true."""
 
@@ -60,6 +55,7 @@ class CountedFlops(TorchDispatchMode):
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **(kwargs or {}))
-        if self._counts() and not _is_shape(found):
+        # DTensor asks for the shape of a result by tensors without values
+        if self._counts() and not (isinstance(found, Tensor) and is_fake(found)):
             self.total += operator_flops(func, args, kwargs or {}, found)
         return found

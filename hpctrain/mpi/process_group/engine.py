@@ -76,7 +76,10 @@ class Engine:
                 self._running = work
             else:
                 self._queue.append(work)
-                self._wake_worker()
+                if self._worker is None:
+                    self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._worker.start()
+                self._changed.notify_all()
         if here:
             start = time.perf_counter()
             self._run(work, in_worker=False)
@@ -127,12 +130,6 @@ class Engine:
                 self._running = self._queue.popleft()
                 return True
         return False
-
-    def _wake_worker(self) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._worker.start()
-        self._changed.notify_all()
 
     def _work(self) -> None:
         while True:

@@ -85,11 +85,6 @@ def describe(description: int) -> str:
     return f"{NAMES[kind >> 8]}({dtype}{f', {nbytes} bytes' if nbytes else ''})"
 
 
-def disagreement(descriptions: Sequence[int], ranks: Sequence[int]) -> str:
-    """The differing calls, by rank."""
-    return ", ".join(f"rank {rank} {describe(d)}" for rank, d in zip(ranks, descriptions, strict=True))
-
-
 class Presence:
     """The positions of a group's ranks, kept in the group's store.
 
@@ -200,9 +195,11 @@ class OperationWatch:
         self.all_here = True
         mine = self.operation.description
         if any(description != mine for description in descriptions):
-            ranks = [self.presence.global_rank(rank) for rank in range(len(descriptions))]
+            calls = (
+                f"rank {self.presence.global_rank(rank)} {describe(call)}" for rank, call in enumerate(descriptions)
+            )
             raise OperationMismatchError(
-                f"the ranks of {self.presence.group} called different operations: {disagreement(descriptions, ranks)}; "
+                f"the ranks of {self.presence.group} called different operations: {', '.join(calls)}; "
                 "all must call the same, in the same order, with the same dtype and size"
             )
 

@@ -39,7 +39,6 @@ _FINISHING = 10.0  # seconds after the end of rank 0's store within which this r
 _LOGGING = 2.0  # seconds for writing into the log
 _SUSPENDED = 15.0  # seconds by which a wait ends too late, or half of the limit if that is more, of a suspended process
 _DIAGNOSING = 10.0  # seconds for rank 0 to find out who is missing
-_SAYING_SO = 1.0  # seconds for a failing rank to say so; the others notice its closed connections at once
 IGNORED = "alarm/ignored"
 """The key with which rank 0 answers an alarm that it does not look into."""
 
@@ -77,11 +76,6 @@ class Watcher:
         assert self.store is not None  # there are several ranks
         self.store.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
         self.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
-
-    def another_reason(self) -> bool:
-        """Whether a rank fails with an error of its own; waits for it to say so."""
-        time.sleep(_SAYING_SO)
-        return self._world.store.check(["failed"])
 
     def wake(self) -> None:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
