@@ -72,11 +72,6 @@ class Operation:
         kind = _NAME_NUMBERS[self.name] << 8 | _DTYPE_NUMBERS[self.dtype]
         return kind << _SIZE_BITS | self.agreed_bytes
 
-    @property
-    def told(self) -> str:
-        """The operation in messages."""
-        return f"{self.name} of {self.nbytes} bytes, {str(self.dtype).removeprefix('torch.')}"
-
 
 def describe(description: int) -> str:
     """Operation.description in words."""
