@@ -89,22 +89,18 @@ class Presence:
     def __init__(self, store: Store, group_rank: int, ranks: Sequence[int], group_name: str) -> None:
         self._store = store
         self._group_rank = group_rank
-        self._ranks = ranks
+        self.ranks = ranks
         self.group_name = group_name
 
     @property
     def here(self) -> str:
         """This rank, for messages."""
-        return f"rank {self._ranks[self._group_rank]} ({socket.gethostname()})"
+        return f"rank {self.ranks[self._group_rank]} ({socket.gethostname()})"
 
     @property
     def group(self) -> str:
         """This group, for messages."""
-        return f"group {self.group_name!r} ({name_ranks(self._ranks)})"
-
-    def global_rank(self, group_rank: int) -> int:
-        """The global rank of a rank of this group."""
-        return self._ranks[group_rank]
+        return f"group {self.group_name!r} ({name_ranks(self.ranks)})"
 
     def publish(self, number: int, name: str) -> None:
         """Publish that this rank waits in operation `number`, called `name`."""
@@ -132,7 +128,7 @@ class Presence:
 
     def _read(self) -> dict[int, tuple[int, str]]:
         positions = {}
-        for group_rank in range(len(self._ranks)):
+        for group_rank in range(len(self.ranks)):
             key = f"position/{group_rank}"
             if self._store.check([key]):
                 number, name = self._store.get(key).decode().split(" ", 1)
@@ -140,7 +136,7 @@ class Presence:
         return positions
 
     def _absent(self, positions: dict[int, tuple[int, str]], number: int) -> list[int]:
-        return [r for r in range(len(self._ranks)) if r not in positions or positions[r][0] < number]
+        return [r for r in range(len(self.ranks)) if r not in positions or positions[r][0] < number]
 
     def _describe(self, positions: dict[int, tuple[int, str]], number: int, name: str) -> str:
         absent = self._absent(positions, number)
@@ -149,13 +145,13 @@ class Presence:
         parts = []
         if absent:
             verb = "has" if len(absent) == 1 else "have"
-            parts.append(f"{name_ranks([self._ranks[r] for r in absent])} {verb} not entered it")
+            parts.append(f"{name_ranks([self.ranks[r] for r in absent])} {verb} not entered it")
         parts += [
-            f"{name_ranks([self._ranks[r]])} waits in {other} (number {n}) instead"
+            f"{name_ranks([self.ranks[r]])} waits in {other} (number {n}) instead"
             for r, (n, other) in sorted(elsewhere.items())
         ]
         if waiting:
-            parts.append(f"{name_ranks([self._ranks[r] for r in waiting])} waited as well")
+            parts.append(f"{name_ranks([self.ranks[r] for r in waiting])} waited as well")
         return "; ".join(parts) if absent or elsewhere else "all ranks entered it, but the transfer did not finish"
 
 
@@ -190,9 +186,7 @@ class OperationWatch:
         self.all_here = True
         mine = self.operation.description
         if any(description != mine for description in descriptions):
-            calls = (
-                f"rank {self.presence.global_rank(rank)} {describe(call)}" for rank, call in enumerate(descriptions)
-            )
+            calls = (f"rank {self.presence.ranks[rank]} {describe(call)}" for rank, call in enumerate(descriptions))
             raise OperationMismatchError(
                 f"the ranks of {self.presence.group} called different operations: {', '.join(calls)}; "
                 "all must call the same, in the same order, with the same dtype and size"

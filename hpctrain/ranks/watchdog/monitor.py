@@ -23,7 +23,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.stacks import failed_line
-from hpctrain.ranks.watchdog.status import Beat, RankStatus, Silent, beat_of, sentences
+from hpctrain.ranks.watchdog.status import Beat, RankStatus, Silent, beat_of, sentences, status_of
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 
 LOG = logging.getLogger("hpctrain")
@@ -204,7 +204,7 @@ class Monitor(Watcher):
         """Every rank's status; of those that do not answer what is known."""
         self._asking += 1
         self._order({"number": self._asking, "stacks": stacks})
-        statuses = [self.status()]
+        statuses = [status_of(self.identity, self.position)]
         if stacks:
             aside(log_stacks)
         keys = [f"status/{self._asking}/{rank}" for rank in self._others]

@@ -27,7 +27,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.watchdog.position import END, Position
 from hpctrain.ranks.watchdog.stacks import all_stacks, unfinished
-from hpctrain.ranks.watchdog.status import RankStatus, beat_of, status_of
+from hpctrain.ranks.watchdog.status import beat_of, status_of
 
 LOG = logging.getLogger("hpctrain")
 
@@ -80,10 +80,6 @@ class Watcher:
     def wake(self) -> None:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
         self.position.touch()
-
-    def status(self) -> RankStatus:
-        """This rank's status now."""
-        return status_of(self.identity, self.position)
 
     def _run(self) -> None:
         try:
@@ -138,7 +134,9 @@ class Watcher:
         """Tell where this rank is, or end."""
         assert self.store is not None
         if "number" in order:
-            self.store.set(f"status/{order['number']}/{self.identity.rank}", json.dumps(self.status()))
+            self.store.set(
+                f"status/{order['number']}/{self.identity.rank}", json.dumps(status_of(self.identity, self.position))
+            )
             if order["stacks"]:
                 aside(log_stacks)
         else:
@@ -156,7 +154,7 @@ class Watcher:
         end_now(self.identity, code, everybody=False)
 
     def _leave_without_store(self, error: Exception) -> NoReturn:
-        status = self.status()
+        status = status_of(self.identity, self.position)
         aside(log_stacks)
         if self.identity.local_rank == 0 or self.identity.rank == 1:  # one line of each node
             tell(
