@@ -71,9 +71,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     in_step = "SLURM_STEP_NUM_TASKS" in environment  # a batch script has some of srun's variables without being a task
     for name, others in TORCHRUN_NAMES.items():
         known = (other for other in others if other in environment and (in_step or not other.startswith("SLURM_")))
-        told = next((environment[other] for other in known), None)
-        if told is not None:
-            environment.setdefault(name, told)
+        value = next((environment[other] for other in known), None)
+        if value is not None:
+            environment.setdefault(name, value)
 
 
 def started_variables(
@@ -84,10 +84,9 @@ def started_variables(
     directory: private, with the job's secret in the file `secret`; its name up to the last dot is the same for all ranks, and used
     for one start only. host: the address of rank 0's node.
     """
-    told = zip(TORCHRUN_NAMES, (numbers.rank, numbers.size, numbers.local_rank, numbers.local_size), strict=True)
     return {
         **without_launchers(environment),
-        **{name: str(number) for name, number in told},
+        **{name: str(number) for name, number in zip(TORCHRUN_NAMES, numbers, strict=True)},
         "MASTER_ADDR": host,
         STARTER_VARIABLE: os.fspath(directory),
     }
@@ -183,8 +182,8 @@ def started_tasks(environment: Mapping[str, str]) -> int:
 
 def announced_size(environment: Mapping[str, str]) -> int:
     """The number of ranks that the launcher announces. PALS may tell a rank only its own number."""
-    told = max(_number(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"))
-    return max(told, _number(environment, _PALS) + 1)
+    announced = max(_number(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"))
+    return max(announced, _number(environment, _PALS) + 1)
 
 
 def share_node(environment: Mapping[str, str]) -> bool:
@@ -194,18 +193,20 @@ def share_node(environment: Mapping[str, str]) -> bool:
     """
     if _PALS in environment or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
         return False
-    told = [
+    claims = [
         (environment[here] == environment[everywhere], environment[everywhere])
         for here, everywhere in _BY_MPIEXEC
         if here in environment and everywhere in environment
     ]
-    told += [
+    claims += [
         (environment[nodes] == "1", environment.get(tasks, ""))
         for nodes, task, tasks in _BY_SCHEDULER
         if task in environment and nodes in environment
     ]
-    sizes = {size for _, size in told}
-    return bool(told) and all(one_node for one_node, _ in told) and environment.get("PMI_SIZE", told[0][1]) in sizes
+    sizes = {size for _, size in claims}
+    return (
+        bool(claims) and all(one_node for one_node, _ in claims) and environment.get("PMI_SIZE", claims[0][1]) in sizes
+    )
 
 
 def torchrun_numbers(environment: Mapping[str, str]) -> RankNumbers:
