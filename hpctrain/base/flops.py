@@ -24,7 +24,7 @@ def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     operator, name = operator_of(overload)
     if name in _CPU_ATTENTION:
         count, tensors = _CPU_ATTENTION[name]
-        return int(count(*(one.shape for one in args[:tensors])))
+        return int(count(*(tensor.shape for tensor in args[:tensors])))
     if name.removesuffix("_backward") in _RECURRENT:
         return _recurrent_flops(*args[:3]) * (2 if name.endswith("_backward") else 1)
     return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
@@ -38,12 +38,7 @@ def _recurrent_flops(given: Tensor, weights: Tensor | list[Tensor], others: Any)
     """
     every = weights if isinstance(weights, list) else [weights, others]
     tokens = given.numel() // given.shape[-1]
-    return 2 * tokens * sum(one.numel() for one in every if one.dim() == 2)
-
-
-def _is_shape(found: Any) -> bool:
-    """Whether an operator has made a tensor without values: DTensor asks so for the shape of a result."""
-    return isinstance(found, Tensor) and is_fake(found)
+    return 2 * tokens * sum(matrix.numel() for matrix in every if matrix.dim() == 2)
 
 
 class CountedFlops(TorchDispatchMode):
@@ -57,9 +52,10 @@ class CountedFlops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(one, "__tensor_flatten__") for one in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **(kwargs or {}))
-        if self._counts() and not _is_shape(found):
+        # DTensor asks for the shape of a result by tensors without values
+        if self._counts() and not (isinstance(found, Tensor) and is_fake(found)):
             self.total += operator_flops(func, args, kwargs or {}, found)
         return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -39,12 +38,11 @@ TORCHRUN_NAMES = {
 }  # fmt: skip
 """torchrun's variables, each with those of Open MPI's mpiexec, MPICH's, PALS, Flux and srun, in the order in which they are asked:
 mpiexec may run inside srun."""
-OF_A_RANK = (*TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE)
-"""Beginnings of variables that the starter gives a rank."""
-OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_LAUNCHED")
-"""Beginnings of variables that are the first rank's where mpiexec has started its parent."""
-OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_")
-"""Beginnings of variables by which a rank finds out how it was started."""
+# beginnings of variables by which a rank finds out how it was started
+_OF_LAUNCHERS = (
+    *TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE, "OMPI_COMM_WORLD_", "PMIX_", "PRTE_LAUNCHED", "MASTER_ADDR",
+    "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_",
+)  # fmt: skip
 # variables that are true of every process in a job of Slurm's, whoever started it: the job's number, and when it ends
 _OF_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 # the ranks of this node and of the world, from Open MPI's mpiexec, and from MPICH's and its relatives'
@@ -73,9 +71,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     in_step = "SLURM_STEP_NUM_TASKS" in environment  # a batch script has some of srun's variables without being a task
     for name, others in TORCHRUN_NAMES.items():
         known = (other for other in others if other in environment and (in_step or not other.startswith("SLURM_")))
-        told = next((environment[other] for other in known), None)
-        if told is not None:
-            environment.setdefault(name, told)
+        value = next((environment[other] for other in known), None)
+        if value is not None:
+            environment.setdefault(name, value)
 
 
 def started_variables(
@@ -86,10 +84,9 @@ def started_variables(
     directory: private, with the job's secret in the file `secret`; its name up to the last dot is the same for all ranks, and used
     for one start only. host: the address of rank 0's node.
     """
-    told = zip(TORCHRUN_NAMES, (numbers.rank, numbers.size, numbers.local_rank, numbers.local_size), strict=True)
     return {
         **without_launchers(environment),
-        **{name: str(number) for name, number in told},
+        **{name: str(number) for name, number in zip(TORCHRUN_NAMES, numbers, strict=True)},
         "MASTER_ADDR": host,
         STARTER_VARIABLE: os.fspath(directory),
     }
@@ -100,7 +97,7 @@ def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name in _OF_ALLOCATION or not name.startswith(OF_LAUNCHERS)
+        if name in _OF_ALLOCATION or not name.startswith(_OF_LAUNCHERS)
     }
 
 
@@ -122,7 +119,7 @@ def launcher_name(environment: Mapping[str, str] = os.environ) -> str | None:
         return "torchrun"
     if by_flux(environment):
         return "Flux"
-    if by_pals(environment):
+    if _PALS in environment:
         return "PALS"
     return "srun" if by_srun(environment) else None
 
@@ -150,24 +147,14 @@ def by_srun(environment: Mapping[str, str] = os.environ) -> bool:
     return not inner and _step_tasks(environment) > 1
 
 
-def by_pals(environment: Mapping[str, str]) -> bool:
-    """Whether PALS started this process."""
-    return _PALS in environment
-
-
 def by_mpirun(environment: Mapping[str, str]) -> bool:
     """Whether the mpiexec of Open MPI or MPICH started this process."""
     return any(name in environment for name in _MPIRUN)
 
 
-def by_open_mpi(environment: Mapping[str, str]) -> bool:
-    """Whether Open MPI's mpiexec started this process."""
-    return "OMPI_COMM_WORLD_SIZE" in environment
-
-
 def by_mpi(environment: Mapping[str, str]) -> bool:
     """Whether the launcher of this process speaks with MPI libraries."""
-    return by_pals(environment) or any(name in environment for name in _PMI)
+    return any(name in environment for name in (_PALS, *_PMI))
 
 
 def pmi_name(environment: Mapping[str, str]) -> str | None:
@@ -195,8 +182,8 @@ def started_tasks(environment: Mapping[str, str]) -> int:
 
 def announced_size(environment: Mapping[str, str]) -> int:
     """The number of ranks that the launcher announces. PALS may tell a rank only its own number."""
-    told = max(_number(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"))
-    return max(told, _number(environment, _PALS) + 1)
+    announced = max(_number(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"))
+    return max(announced, _number(environment, _PALS) + 1)
 
 
 def share_node(environment: Mapping[str, str]) -> bool:
@@ -204,20 +191,22 @@ def share_node(environment: Mapping[str, str]) -> bool:
 
     One launcher may run inside a task of another: it is unknown which of them started the ranks.
     """
-    if by_pals(environment) or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
+    if _PALS in environment or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
         return False
-    told = [
+    claims = [
         (environment[here] == environment[everywhere], environment[everywhere])
         for here, everywhere in _BY_MPIEXEC
         if here in environment and everywhere in environment
     ]
-    told += [
+    claims += [
         (environment[nodes] == "1", environment.get(tasks, ""))
         for nodes, task, tasks in _BY_SCHEDULER
         if task in environment and nodes in environment
     ]
-    sizes = {size for _, size in told}
-    return bool(told) and all(one_node for one_node, _ in told) and environment.get("PMI_SIZE", told[0][1]) in sizes
+    sizes = {size for _, size in claims}
+    return (
+        bool(claims) and all(one_node for one_node, _ in claims) and environment.get("PMI_SIZE", claims[0][1]) in sizes
+    )
 
 
 def torchrun_numbers(environment: Mapping[str, str]) -> RankNumbers:
@@ -240,11 +229,6 @@ def slurm_numbers(environment: Mapping[str, str]) -> RankNumbers:
     # of a heterogeneous step, Slurm tells the tasks of one component
     local_size = per_node[node] if node < len(per_node) else 1
     return RankNumbers(int(environment["SLURM_PROCID"]), size, int(environment.get("SLURM_LOCALID", 0)), local_size)
-
-
-def slurm_node(environment: Mapping[str, str]) -> str:
-    """This node's name in Slurm."""
-    return environment.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def slurm_allocation_tasks(environment: Mapping[str, str]) -> int:

@@ -119,7 +119,7 @@ def create_group(options: Any, settings: Settings | None = None) -> dist.Process
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     from hpctrain.mpi.rendezvous import rendezvous
 
-    return rendezvous(url, timeout)
+    return rendezvous(timeout)
 
 
 dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])

@@ -14,17 +14,6 @@ import numpy as np
 from hpctrain.mpi.library import MPI
 
 
-def broadcast_json(comm: MPI.Comm, value: Any = None) -> Any:
-    """Rank 0's `value`, on all ranks."""
-    content = bytearray(json.dumps(value).encode() if comm.rank == 0 else b"")
-    length = np.array([len(content)], dtype=np.int64)
-    comm.Bcast(length)
-    if comm.rank:
-        content = bytearray(int(length[0]))
-    comm.Bcast([content, MPI.BYTE])
-    return json.loads(content)
-
-
 def gather_json(comm: MPI.Comm, value: Any) -> list[Any]:
     """Every rank's `value` in rank order, on all ranks."""
     content = json.dumps(value).encode()
@@ -36,8 +25,6 @@ def gather_json(comm: MPI.Comm, value: Any) -> list[Any]:
     return [json.loads(everything[begin:end]) for begin, end in itertools.pairwise(begins)]
 
 
-def on_all(comm: MPI.Comm, flag: bool) -> bool:
-    """Whether `flag` is true on every rank."""
-    everybody = np.empty(1, dtype=np.int32)
-    comm.Allreduce(np.array([flag], dtype=np.int32), everybody, MPI.MIN)
-    return bool(everybody[0])
+def broadcast_json(comm: MPI.Comm, value: Any = None) -> Any:
+    """Rank 0's `value`, on all ranks."""
+    return gather_json(comm, value if comm.rank == 0 else None)[0]

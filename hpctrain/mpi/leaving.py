@@ -20,12 +20,8 @@ import torch.distributed as dist
 from hpctrain.base.errors import HpctrainError
 from hpctrain.mpi.library import MPI, abort
 
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # of MPIProcessGroup
-
-
-def finish_at_exit(group: Any) -> None:
-    """Wait for the group's operations at exit."""
-    _groups.add(group)
+groups: weakref.WeakSet[Any] = weakref.WeakSet()
+"""MPIProcessGroups, whose operations are waited for at exit."""
 
 
 def install() -> None:
@@ -51,10 +47,10 @@ def _abort_world(kind: type[BaseException], error: BaseException, trace: Traceba
 def _leave() -> None:
     if MPI.Is_finalized():
         return
-    for group in list(_groups):
+    for group in list(groups):
         if not group.broken:
             group.finish()
-    if any(group.broken for group in _groups):
+    if any(group.broken for group in groups):
         print(
             f"[rank {MPI.COMM_WORLD.rank}] MPI still holds an operation that timed out: ending all ranks",
             file=sys.stderr,

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qsl, urlparse
 
 from hpctrain.base.errors import EnvironmentUnfitError, name_ranks
 from hpctrain.base.store.client import GuardedStore, open_store
@@ -25,18 +24,12 @@ _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instea
 _CONNECT = timedelta(seconds=60)  # for all addresses together
 
 
-class OutOfReachError(EnvironmentUnfitError):
-    """Some ranks can't connect to rank 0: every rank raises it."""
-
-
-def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[GuardedStore, int, int]]:
+def rendezvous(timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[GuardedStore, int, int]]:
     """The handler that torch.distributed calls for mpi://. Yields the store, the rank and the world size. Collective.
 
-    Raises EnvironmentUnfitError on all ranks if one cannot reach the store, ValueError if the rank or world size
-    passed to init_process_group is not MPI's.
+    Raises EnvironmentUnfitError on all ranks if one cannot reach the store.
     """
     comm = MPI.COMM_WORLD
-    _check_given(url, comm)
     yield open_over_mpi(timeout), comm.rank, comm.size
     raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
 
@@ -68,13 +61,6 @@ def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] | None 
     return store
 
 
-def _check_given(url: str, comm: MPI.Intracomm) -> None:
-    given = dict(parse_qsl(urlparse(url).query))
-    for name, actual in (("rank", comm.rank), ("world_size", comm.size)):
-        if int(given.get(name, actual)) != actual:
-            raise ValueError(f"found {name}={given[name]}, but MPI says {actual}; leave it out with mpi://")
-
-
 def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
     """The store at the first address that answers this rank."""
     secret, addresses = bytes.fromhex(where["secret"]), [(host, port) for host, port in where["addresses"]]
@@ -85,9 +71,9 @@ def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
         return None
 
 
-def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> OutOfReachError:
+def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> EnvironmentUnfitError:
     addresses = ", ".join(f"{host} port {port}" for host, port in where["addresses"])
-    return OutOfReachError(
+    return EnvironmentUnfitError(
         f"{name_ranks(list(failures))} ({', '.join(sorted(set(failures.values())))}) could not connect to rank 0 "
         f"on {where['host']} at any of its addresses: {addresses}; expected TCP connections between the nodes of a "
         "job to be allowed: check the firewall and the network interfaces"

@@ -102,8 +102,10 @@ def decide(
         else:
             unused = "" if on_accelerators or device == "cpu" else _unused(name, reports, reasons)
             return candidate, dealt or [] if on_accelerators else [None] * len(reports), unused
-    told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-    raise EnvironmentUnfitError(f"[communicator] name = {asked!r}, device = {device!r}: none fits all ranks ({told})")
+    why_not = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    raise EnvironmentUnfitError(
+        f"[communicator] name = {asked!r}, device = {device!r}: none fits all ranks ({why_not})"
+    )
 
 
 def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
@@ -119,12 +121,12 @@ def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
     dealt = [-1] * len(reports)
     for machine in dict.fromkeys(report.machine for report in reports):
         ranks = [rank for rank, report in enumerate(reports) if report.machine == machine]
-        found = match([reports[rank].cards for rank in ranks])
-        if found is None:
+        indices = match([reports[rank].cards for rank in ranks])
+        if indices is None:
             cards = len({card for rank in ranks for card in reports[rank].cards})
             node, some = reports[ranks[0]].node, "accelerator" if cards == 1 else "accelerators"
             return None, f"node {node} has {len(ranks)} ranks and {cards} {some} that they see"
-        for rank, card in zip(ranks, found, strict=True):
+        for rank, card in zip(ranks, indices, strict=True):
             dealt[rank] = card
     return dealt, ""
 
@@ -164,8 +166,8 @@ def _of_ranks(why: Mapping[int, str], reports: Sequence[RankReport]) -> str:
     """The reasons of some ranks: one of all ranks alone, others with ranks and node."""
     if len(why) == len(reports) and len(set(why.values())) == 1:
         return next(iter(why.values()))
-    told = []
+    clauses = []
     for node, reason in dict.fromkeys((reports[rank].node, text) for rank, text in why.items()):
         ranks = [rank for rank, text in why.items() if (reports[rank].node, text) == (node, reason)]
-        told.append(f"{name_ranks(ranks)} on {node}: {reason}")
-    return "; ".join(told)
+        clauses.append(f"{name_ranks(ranks)} on {node}: {reason}")
+    return "; ".join(clauses)

@@ -6,13 +6,12 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import NoReturn
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import (
     STARTER_VARIABLE,
-    RankNumbers,
     announced_size,
     by_flux,
     by_mpi,
@@ -22,18 +21,17 @@ from hpctrain.base.launcher_variables import (
     has_torchrun_variables,
     launcher_name,
     pmi_name,
-    slurm_node,
     slurm_numbers,
     started_tasks,
     torchrun_numbers,
 )
-from hpctrain.contracts.identity import Identity, LaunchSource
+from hpctrain.contracts.identity import Identity
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Identity:
     """This process's identity. Raises EnvironmentUnfitError when launcher and MPI library do not fit together."""
     if by_torchrun(environment):
-        return _identity(torchrun_numbers(environment), socket.gethostname(), "torchrun")
+        return Identity(*torchrun_numbers(environment), source="torchrun")
     tasks, flux = started_tasks(environment), by_flux(environment)
     mpirun = not flux and by_mpirun(environment)
     if mpirun or by_mpi(environment):
@@ -46,11 +44,11 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity:
     if flux and tasks > 1:
         _refuse_wrong_mpi(environment)
     if by_srun(environment):
-        return _identity(slurm_numbers(environment), slurm_node(environment), "slurm")
+        return Identity(*slurm_numbers(environment), environment.get("SLURMD_NODENAME", socket.gethostname()), "slurm")
     if STARTER_VARIABLE in environment:
-        return _identity(torchrun_numbers(environment), socket.gethostname(), "starter")
+        return Identity(*torchrun_numbers(environment), source="starter")
     if has_torchrun_variables(environment):
-        return _identity(torchrun_numbers(environment), socket.gethostname(), "torchrun")
+        return Identity(*torchrun_numbers(environment), source="torchrun")
     return Identity()
 
 
@@ -90,20 +88,8 @@ def _shorten_addresses(environment: Mapping[str, str]) -> None:
     Over UCX, MPICH publishes 4 KB through PMI: its address and the memory behind it. If these bytes do not compress, a line
     exceeds the 1024 bytes that the pmi2 of Slurm 22.05 reads at once, and MPI_Init fails or hangs.
     """
-    if by_srun(environment) and pmi_name(environment) == "PMI" and _installed("mpich"):
+    if by_srun(environment) and pmi_name(environment) == "PMI" and any(distributions(name="mpich")):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-
-
-def _identity(numbers: RankNumbers, node: str, source: LaunchSource) -> Identity:
-    return Identity(*numbers, node, source)
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _from_mpi() -> Identity | None:

@@ -21,7 +21,7 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.meeting import PeerError, World, meet
+from hpctrain.ranks.meeting import MEETING_TIMEOUT, PeerError, World, meet
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
@@ -65,7 +65,7 @@ def in_a_line(error: BaseException, identity: Identity) -> str:
 
 
 @contextmanager
-def met(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> Iterator[World]:
+def met(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_TIMEOUT) -> Iterator[World]:
     """Meet the other ranks; an error of one of several ranks in this context ends all. timeout: as of `meet`."""
     world = meet(identity, channel, timeout)
     try:

@@ -9,9 +9,9 @@ group would control all ranks. JSON runs nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from hpctrain.base.json_values import decode, encode
 from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi.errors import CommunicationError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Outcome: TypeAlias = T | Exception
 
@@ -36,18 +35,14 @@ _KNOWN: dict[str, type[Exception]] = {
 }
 
 
-def _of_real_tensors(collective: Callable[P, T]) -> Callable[P, T]:
-    """The collective, whose messages are real tensors, whatever a mode of the caller's makes of its own."""
-
-    @wraps(collective)
-    def run(*args: P.args, **named: P.kwargs) -> T:
-        with DisableTorchDispatch():
-            return collective(*args, **named)
-
-    return run
+@contextmanager
+def _of_real_tensors() -> Iterator[None]:
+    """Make a collective's messages real tensors, whatever a mode of the caller's makes of its own."""
+    with DisableTorchDispatch():
+        yield
 
 
-@_of_real_tensors
+@_of_real_tensors()
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` in rank order, on all ranks. Collective over `group`, all ranks by default."""
     group = group or world_group()
@@ -59,7 +54,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     return [_decode(part) for part in received.chunk(group.size())]
 
 
-@_of_real_tensors
+@_of_real_tensors()
 def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of the group's rank 0, on all ranks. Collective over `group`, all ranks by default."""
     group = group or world_group()
@@ -68,7 +63,7 @@ def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -
     return _decode(content)
 
 
-@_of_real_tensors
+@_of_real_tensors()
 def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The sum of every rank's `value`, on all ranks. Collective over `group`, all ranks by default."""
     if (group or world_group()).size() == 1:

@@ -51,10 +51,13 @@ class World:
     channel: RankChannel
     strangers: list[str] = field(default_factory=list)
     """Rank 0's sentences about refused connections."""
-    close: Callable[[], None] = lambda: None
-    """Leave the store; on rank 0 this stops it."""
     guarded: GuardedStore | None = None
     """The store, if the ranks are several processes."""
+
+    def close(self) -> None:
+        """Leave the store; on rank 0 this stops it."""
+        if self.guarded is not None:
+            self.guarded.close()
 
     def share(self, key: str, make: Callable[[], Any]) -> Any:
         """Rank 0's JSON value, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
@@ -108,11 +111,10 @@ class World:
             raise not_met(self.identity, ", ".join(str(ranks[one]) for one in absent), limit)
 
 
-def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> World:
-    """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout` (None: MEETING_TIMEOUT)."""
+def meet(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_TIMEOUT) -> World:
+    """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout`."""
     if identity.source == "alone":
         return World(identity, PrefixStore("hpctrain", HashStore()), channel)
-    timeout = MEETING_TIMEOUT if timeout is None else timeout
     strangers: list[str] = []
 
     def tell(sentence: str) -> None:
@@ -120,17 +122,17 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = N
         LOG.warning("%s", sentence)
 
     if identity.source == "mpi":
-        from hpctrain.mpi.rendezvous import OutOfReachError, open_over_mpi
+        from hpctrain.mpi.rendezvous import open_over_mpi
 
         try:
             store = open_over_mpi(timeout, tell)
-        except OutOfReachError as error:  # of all ranks
+        except EnvironmentUnfitError as error:  # of all ranks
             raise PeerError(error.exit_code) if identity.rank else error from None
     else:
         from hpctrain.ranks.meeting_place import meeting_place, open_or_join
 
         store = open_or_join(meeting_place(identity), identity, timeout, tell)
-    return World(identity, PrefixStore("hpctrain", store), channel, strangers, store.close, store)
+    return World(identity, PrefixStore("hpctrain", store), channel, strangers, store)
 
 
 def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
@@ -36,12 +35,9 @@ class MeetingPlace:
     one_node: bool
     secret_file: Path | None = None
 
-    def ports(self) -> Iterator[int]:
-        """Ports in the order of trying."""
-        known = dict.fromkeys(
-            _PORTS[zlib.crc32(f"{self.token} {attempt}".encode()) % len(_PORTS)] for attempt in range(2 * _CANDIDATES)
-        )
-        return islice(known, _CANDIDATES)
+    def ports(self) -> list[int]:
+        """Ports in the order of trying, the same for all ranks of this start."""
+        return random.Random(self.token).sample(_PORTS, _CANDIDATES)
 
 
 def meeting_place(identity: Identity, environment: Mapping[str, str] = os.environ) -> MeetingPlace:
@@ -102,7 +98,7 @@ def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> s
 
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
-    hosts, ports = [LOOPBACK] if place.one_node else hosts_of(place.host), list(place.ports())
+    hosts, ports = [LOOPBACK] if place.one_node else hosts_of(place.host), place.ports()
     try:
         addresses = [(host, port) for port in ports for host in hosts]
         secret = partial(find_secret, place.token, place.secret_file)

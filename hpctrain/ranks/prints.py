@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TextIO
@@ -14,16 +13,11 @@ from hpctrain.contracts.identity import Identity
 CLEAR_LINE = "\r\x1b[2K"
 """Moves a terminal's cursor to the beginning of its line, and empties the line: a progress bar may be there."""
 
-_LONGEST = 65536  # characters; a line that grows longer is passed on before its end
-# the interval of flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many
-_SECONDS_BETWEEN_PARTS = 1.0
-
 
 class Labelled:
     """Passes text on to `inner` by whole lines, each with `label` in front and written at once.
 
-    Flushed text without the end of its line becomes a line of its own, at most one each second. The only rank on a terminal, whose
-    label is CLEAR_LINE, passes it on as it comes: a prompt must not wait for its line.
+    The only rank on a terminal, whose label is CLEAR_LINE, also passes flushed text on: a prompt must not wait for its line.
     """
 
     bar: ClassVar[str] = ""
@@ -35,7 +29,6 @@ class Labelled:
         self.inner, self.label = inner, label
         # the text that is not passed on yet, and whether a part of its line is
         self._held, self._begun = "", False
-        self._last_part = -_SECONDS_BETWEEN_PARTS
         self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
@@ -44,30 +37,24 @@ class Labelled:
             shown = ""
             for line in lines:
                 visible = self._visible(line).rstrip("\r")
-                if visible or not self._begun or self._interactive:
-                    shown += f"{self._label}{visible}\n"
-                    self._note(visible)
+                shown += f"{self._label}{visible}\n"
+                self._note(visible)
                 self._begun = False
             self._held = self._visible(self._held)
             if shown:
                 put(shown + self._bar, self.inner)
-            if len(self._held) > _LONGEST:
-                self._pass_on_part()
         return len(text)
 
     def flush(self) -> None:
         with self._lock:
-            due = time.monotonic() - self._last_part >= _SECONDS_BETWEEN_PARTS
-            if self._held if self._interactive else due and self._held.strip():
-                self._pass_on_part()
-
-    @property
-    def _interactive(self) -> bool:
-        return self.label == CLEAR_LINE
+            if self._held and self.label == CLEAR_LINE:
+                put(self._label + self._held, self.inner)
+                self._note(self._held.rstrip("\r"))
+                self._held, self._begun = "", True
 
     @property
     def _label(self) -> str:
-        return "" if self._begun and self._interactive else self.label
+        return "" if self._begun else self.label
 
     @property
     def _bar(self) -> str:
@@ -78,14 +65,6 @@ class Labelled:
         text = line.rstrip("\r")
         self._begun = self._begun and "\r" not in text
         return text.rpartition("\r")[2] + "\r" * line.endswith("\r")
-
-    def _pass_on_part(self) -> None:
-        if self._interactive:
-            put(self._label + self._held, self.inner)
-        else:
-            put(self.label + self._held.rstrip("\r") + "\n" + self._bar, self.inner)
-        self._note(self._held.rstrip("\r"))
-        self._held, self._begun, self._last_part = "", True, time.monotonic()
 
     def _note(self, line: str) -> None:
         if line and Labelled.copy is not None:

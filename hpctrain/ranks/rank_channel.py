@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.launcher_variables import STARTER_VARIABLE, by_open_mpi, mpiexec_rank
+from hpctrain.base.launcher_variables import STARTER_VARIABLE, mpiexec_rank
 from hpctrain.base.safe_files import is_closed
 
 PIPE = "alive"
@@ -38,7 +38,7 @@ def on_terminal(stream: TextIO | None) -> bool:
     """
     if stream is None or os.environ.get("TERM") == "dumb":  # it can't draw a bar
         return False
-    return stream.isatty() and not by_open_mpi(os.environ)
+    return stream.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -22,7 +21,6 @@ _early: list[int] = []  # signals from before training could answer them
 # launchers and `hpctrain run -n` pass signals on.
 _SAME_SECONDS = 1.0
 STOPPED, INTERRUPTED = 1, 2
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def note_early() -> None:
@@ -55,49 +53,27 @@ def keep_from_children() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
-class _Forks:
-    """Gives a fork of users' code Python's own handlers, and ends it if the rank is killed.
+_forking = threading.local()
 
-    A worker of `multiprocessing` ends by its parent's SIGTERM, which a rank's handler would answer. Signals are blocked from before
-    the fork until the handlers are changed: one in between would be lost.
-    """
 
-    registered = False
-    rank = 0
-    """The process whose forks are changed; 0 for none."""
-    begun = threading.local()
-    """State of the thread that forks: `in_main`, and its `mask` of signals."""
+def _hold_signals() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
 
-    @classmethod
-    def change_those_of_this_process(cls) -> None:
-        """Change the forks of this process, until `rank` is 0 again."""
-        cls.rank = os.getpid()
-        if not cls.registered:
-            os.register_at_fork(before=cls._begin, after_in_parent=cls._end, after_in_child=cls._change)
-            cls.registered = True
 
-    @classmethod
-    def _begin(cls) -> None:
-        cls.begun.in_main = threading.current_thread() is threading.main_thread()
-        cls.begun.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
+def _let_signals_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
-    @classmethod
-    def _end(cls) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, cls.begun.mask)
 
-    @classmethod
-    def _change(cls) -> None:
-        if cls.rank == os.getppid():
-            cls.rank = 0
-            for number in ANSWERED:
-                if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
-                    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                    signal.signal(number, default)
-            if cls.begun.in_main and hasattr(
-                ctypes.CDLL(None), "prctl"
-            ):  # another thread's end would count as the parent's
-                ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        cls._end()
+def _answer_as_python() -> None:
+    """A fork of users' code, such as a worker of `multiprocessing`, ends by its parent's SIGTERM, which a rank would answer."""
+    for number in ANSWERED:
+        if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _let_signals_come()
+
+
+# Held from before the fork until the handlers are changed: a signal in between would be lost.
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_answer_as_python)
 
 
 class StopRequest:
@@ -116,11 +92,9 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
             if came_early():
                 self._handle(signal.SIGUSR1, None)
-            _Forks.change_those_of_this_process()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _Forks.rank = 0
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

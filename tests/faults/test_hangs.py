@@ -91,7 +91,7 @@ def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
             answer = run(asking, tmp_path)
         assert answer.code == 0, answer
         assert "rank 1 on" in answer.out and "time.sleep(10_000)  # in a forward" in answer.out, answer
-        assert "waiting: rank 0 on" in answer.out and "all_reduce of" in answer.out, answer
+        assert "waiting: rank 0 on" in answer.out and "all_reduce(" in answer.out, answer
     left = [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("where")]
     assert not left
     answer = run(asking, tmp_path)

@@ -137,14 +137,6 @@ def test_half_precision_is_added_in_float32(world):
     assert torch.equal(tensor, torch.full((10,), 256.0 + (world.size - 1)).bfloat16())
 
 
-def test_premultiplied_sum(world):
-    for dtype in (torch.float32, torch.bfloat16):
-        for elements in (5, 300_000):
-            tensor = torch.full((elements,), float(world.rank + 1), dtype=dtype)
-            dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
-            assert torch.equal(tensor, torch.full_like(tensor, world.size * (world.size + 1) / 4))
-
-
 def test_nan_reaches_every_rank(world):
     for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.SUM):
         tensor = torch.tensor([float(world.rank), float("nan") if world.rank == world.size - 1 else 1.0])

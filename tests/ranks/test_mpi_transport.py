@@ -30,7 +30,7 @@ WAYS = {
     "flat over nodes": {"ranks_per_node": 2, "hierarchical": False},
 }
 SIZES = [0, 1, 1000, 300_001]  # elements
-BLOCKS = 2_200_003  # more float32 values than fit one round, and no round number
+BLOCKS = 4_300_003  # more float32 values than fit one round, and no round number
 
 
 @pytest.fixture(scope="module", params=list(WAYS))

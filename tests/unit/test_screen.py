@@ -117,33 +117,6 @@ def test_prints_are_whole_lines_with_their_rank() -> None:
     assert written[4:] == ["[rank 3] no end\n"]
 
 
-def test_a_bar_and_a_flushed_text_of_users_code_are_shown_before_their_line_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("hpctrain.ranks.prints.time.monotonic", lambda: now)
-    stream = Labelled(screen := io.StringIO(), "[rank 3] ")
-    print("before the crash", end="", flush=True, file=stream)
-    assert screen.getvalue() == "[rank 3] before the crash\n"
-    print(file=stream)
-    for done in range(100_001):
-        now += 2.5 / 100_000
-        stream.write(f"\r{done}")
-        stream.flush()
-        assert len(stream._held) < 10
-    stream.write("\n")
-    lines = screen.getvalue().splitlines()
-    assert lines[0] == "[rank 3] before the crash" and lines[-1] == "[rank 3] 100000" and len(lines) == 4, lines
-    assert 39_990 < int(lines[1].removeprefix("[rank 3] ")) < 40_010, lines  # a second after the first text
-    assert 79_990 < int(lines[2].removeprefix("[rank 3] ")) < 80_010, lines
-    screen.truncate(screen.seek(0))
-    for _ in range(2_000):
-        stream.write(100 * "x")
-        assert len(stream._held) <= 65536
-    stream.end()
-    assert screen.getvalue().replace("[rank 3] ", "").replace("\n", "") == 200_000 * "x"
-
-
 def test_a_labelled_stream_has_the_encoding_of_its_file_and_escapes_what_that_has_not() -> None:
     file = io.TextIOWrapper(io.BytesIO(), "latin-1", "strict")
     stream = Labelled(file, "[rank 3] ")

@@ -62,20 +62,11 @@ class Connection:
         self._socket = socket.create_connection(address, timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.local_host, self.remote_host = str(self._socket.getsockname()[0]), str(self._socket.getpeername()[0])
             self._shake_hands(find_secret)
         except BaseException:
             self._socket.close()
             raise
-
-    @property
-    def local_host(self) -> str:
-        """This end's address."""
-        return str(self._socket.getsockname()[0])
-
-    @property
-    def remote_host(self) -> str:
-        """The server's address."""
-        return str(self._socket.getpeername()[0])
 
     def ask(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
         """Send `request` and wait up to `seconds` for the reply."""

@@ -11,6 +11,8 @@ from hpctrain.base.errors import EnvironmentUnfitError
 
 __all__ = ["create_group"]
 
+__all__ = ["create_group"]
+
 BACKEND = "named_gloo"
 
 _CONNECT = timedelta(seconds=60)  # all members are there by then

@@ -20,8 +20,8 @@ def reachable_addresses(name: str | None = None) -> list[str]:
     """The addresses at which other hosts may reach this host, those of its `name` first."""
     named = []
     with suppress(socket.gaierror):  # a node whose name does not resolve still has interfaces
-        found = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
-        named = [str(info[4][0]) for info in found]
+        infos = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(info[4][0]) for info in infos]
     interfaces = [
         address.address
         for addresses in psutil.net_if_addrs().values()
@@ -55,21 +55,21 @@ def listeners(hosts: Iterable[str], port: int = 0) -> list[socket.socket]:
 
     OSError if it is possible on none, or if the port is taken on any: ranks would find two programs there.
     """
-    made: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     last: OSError = OSError("this host has no address that others can reach")
     for host in hosts:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            made.append(socket.create_server((host, port), family=family, backlog=1024))
+            sockets.append(socket.create_server((host, port), family=family, backlog=1024))
         except OSError as error:
             last = error
             if error.errno == errno.EADDRINUSE:
                 break
     else:
-        if made:
-            return made
-    for one in made:
-        one.close()
+        if sockets:
+            return sockets
+    for listener in sockets:
+        listener.close()
     raise last
 
 

@@ -159,7 +159,9 @@ class StoreServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._most_unproven = _UNPROVEN + ranks
         self._strangers: set[str] = set()
-        self._listeners: dict[tuple[str, int], asyncio.Server] = {}
+        self._listeners: list[asyncio.Server] = []
+        self.addresses: list[tuple[str, int]] = []
+        """The hosts and ports at which the server listens."""
         self._process = os.getpid()
         allow_open_files(files_needed(ranks))
         self._loop = asyncio.new_event_loop()
@@ -167,11 +169,6 @@ class StoreServer:
         self._thread.start()
         self._run(self._listen(list(listeners)))
         atexit.register(self.close)
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """The hosts and ports at which the server listens."""
-        return list(self._listeners)
 
     def close(self) -> None:
         """Stop serving and end all connections. Does nothing in a forked process, which does not have the thread."""
@@ -187,14 +184,12 @@ class StoreServer:
 
     async def _listen(self, listeners: list[socket.socket]) -> None:
         for listener in listeners:
-            host, port = listener.getsockname()[:2]
-            self._listeners[host, port] = await asyncio.start_server(
-                self._serve, sock=listener, backlog=_ACCEPTED_AT_ONCE
-            )
+            self.addresses.append(listener.getsockname()[:2])
+            self._listeners.append(await asyncio.start_server(self._serve, sock=listener, backlog=_ACCEPTED_AT_ONCE))
             listener.listen(_WAITING)
 
     async def _stop(self) -> None:
-        for listener in self._listeners.values():
+        for listener in self._listeners:
             listener.close()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in self._serving:  # one that has not begun would end with a traceback

@@ -31,20 +31,14 @@ _ARITHMETIC: dict[ReduceOp.RedOpType, _Combine] = {
 # Booleans saturate: one true makes the sum true, one false makes the product false.
 _TRUTH = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_FRACTIONAL = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-_PREMUL_SUM = ReduceOp.PREMUL_SUM.value  # comparing torch's enums themselves takes a microsecond
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How elements of a dtype are combined.
-
-    factor: multiplies each summand first (PREMUL_SUM). divisor: divides the sum last (AVG).
-    """
+    """How elements of a dtype are combined. divisor: divides the sum last (AVG)."""
 
     combine: _Combine
-    factor: float | Tensor | None = None
     divisor: int | None = None
 
     @staticmethod
@@ -53,13 +47,7 @@ class Reduction:
 
         Raises ValueError if `op` is not defined for `dtype`.
         """
-        kind = kind_of(op)
-        number = kind.value
-        if number != _PREMUL_SUM:
-            return _plain_reduction(number, dtype, size)
-        # Python can read the factor only from the pickled form.
-        factor = op.__getstate__()[1]  # type: ignore[union-attr]
-        return Reduction(_arithmetic(kind, dtype), factor)
+        return _reduction(kind_of(op).value, dtype, size)
 
     def __call__(self, pieces: Sequence[Tensor], output: Tensor, spare: Tensor) -> None:
         """Combine the pieces, (elements,) each, of all ranks in rank order into `output`.
@@ -69,19 +57,12 @@ class Reduction:
         """
         if output.dtype in _HALF:
             total = pieces[0].float()
-            if self.factor is not None:
-                total.mul_(self.factor)
             for piece in pieces[1:]:
-                summand = piece.float()
-                if self.factor is not None:
-                    summand.mul_(self.factor)
-                self.combine(total, summand, total)
+                self.combine(total, piece.float(), total)
             if self.divisor is not None:
                 total.div_(self.divisor)
             output.copy_(total)
             return
-        if self.factor is not None:
-            pieces = [piece * self.factor for piece in pieces]
         total = pieces[0]
         last = len(pieces) - 1
         for rank in range(1, last + 1):
@@ -95,9 +76,9 @@ class Reduction:
 
 
 @cache  # keyed by the number: hashing torch's enum takes longer than the rest
-def _plain_reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
+def _reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
     kind = ReduceOp.RedOpType(number)
-    return Reduction(_arithmetic(kind, dtype), None, size if kind == ReduceOp.AVG else None)
+    return Reduction(_arithmetic(kind, dtype), size if kind == ReduceOp.AVG else None)
 
 
 def kind_of(op: ReduceOp | ReduceOp.RedOpType) -> ReduceOp.RedOpType:
@@ -107,18 +88,19 @@ def kind_of(op: ReduceOp | ReduceOp.RedOpType) -> ReduceOp.RedOpType:
     return kind
 
 
-@cache
 def _arithmetic(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise ValueError(f"found a reduction of {dtype}, expected a wider type: 8-bit floats have no arithmetic")
     fractional = dtype.is_floating_point or dtype.is_complex
     if kind in _BITWISE and fractional:
         raise ValueError(f"found {kind.name} of {dtype}, expected an integer or bool tensor")
-    if kind in _FRACTIONAL and not fractional:
+    if kind == ReduceOp.AVG and not fractional:
         raise ValueError(f"found {kind.name} of {dtype}, expected a floating-point tensor; use SUM and divide")
-    if dtype.is_complex and kind not in (ReduceOp.SUM, *_FRACTIONAL):
+    if kind == ReduceOp.PREMUL_SUM:
+        raise ValueError("found PREMUL_SUM, which only NCCL has; multiply before a SUM")
+    if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
         raise ValueError(f"found {kind.name} of {dtype}, expected SUM or AVG for complex tensors")
-    if kind in _FRACTIONAL:
+    if kind == ReduceOp.AVG:
         kind = ReduceOp.SUM
     elif dtype == torch.bool:
         kind = _TRUTH.get(kind, kind)

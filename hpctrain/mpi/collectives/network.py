@@ -17,7 +17,6 @@ from hpctrain.mpi.transfer.buffers import MAX_COUNT, flattened, overlap, same_me
 from hpctrain.mpi.transfer.channel import SMALL, Channel
 from hpctrain.mpi.transfer.watch import Operation
 
-_STAGED = 64 * 1024  # bytes over all ranks up to which a list is gathered in one MPI call and then copied out
 # Scratch per reduction. It should stay in the cache, but pieces must not become tiny with many ranks.
 _BLOCK = 8 * 2**20  # bytes
 _LEAST_PIECE = 64 * 1024  # bytes
@@ -86,14 +85,6 @@ class OverNetwork:
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         """Gather every rank's `tensor` into `outputs[rank]`. `tensor` may be this rank's output. even: all are of one size."""
-        channel = self._channel
-        if even and self.size > 1 and tensor.nbytes * self.size <= _STAGED:
-            gathered = channel.scratch(tensor.nbytes * self.size).view(tensor.dtype)
-            channel.all_gather(gathered, tensor)
-            if tensor.numel():
-                for output, part in zip(outputs, gathered.chunk(self.size), strict=True):
-                    output.view(-1).copy_(part)
-            return
         self._exchange(outputs, [tensor] * self.size)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:

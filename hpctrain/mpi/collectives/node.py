@@ -102,21 +102,21 @@ class OverNodes(WithNode):
         if tensor.nbytes * self.size <= SMALL:
             super().all_reduce(tensor, reduction)
             return
-        in_node, over_nodes = _split(reduction)
+        in_node = replace(reduction, divisor=None)
         node_reductions.all_reduce(
-            self._node, tensor, in_node, finish=lambda piece: self._rail.all_reduce(piece, over_nodes)
+            self._node, tensor, in_node, finish=lambda piece: self._rail.all_reduce(piece, reduction)
         )
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
         if output.nbytes * self.size <= SMALL:
             super().reduce_scatter(output, inputs, reduction)
             return
-        in_node, over_nodes = _split(reduction)
+        in_node = replace(reduction, divisor=None)
         # The part of the inputs of each rank on this rail, summed over this node.
         partial = output.new_empty(len(self._members), output.numel())
         for members, part in zip(self._members, partial, strict=True):
             node_reductions.reduce_scatter(self._node, part, [inputs[rank] for rank in members], in_node)
-        self._rail.reduce_scatter(output, list(partial), over_nodes)
+        self._rail.reduce_scatter(output, list(partial), reduction)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         if not even or tensor.nbytes * self.size <= SMALL:
@@ -136,8 +136,3 @@ class OverNodes(WithNode):
     def free(self) -> None:
         self._rail.free()
         super().free()
-
-
-def _split(whole: Reduction) -> tuple[Reduction, Reduction]:
-    """The reductions inside a node and over the nodes: the first gets the factor, the second the divisor."""
-    return replace(whole, divisor=None), replace(whole, factor=None)

@@ -19,8 +19,6 @@ from hpctrain.mpi.transfer.channel import SMALL
 from hpctrain.mpi.transfer.node import OUTBOX, NodeMemory
 
 _ALIGNMENT = 64  # elements
-# An outbox holds the pieces of a block that other ranks will reduce, and behind them the piece that this rank reduced.
-_RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
 _Finish = Callable[[Tensor], None]
@@ -66,25 +64,22 @@ def _all_reduce_where_it_lies(
 
 
 def _all_reduce_in_blocks(node: NodeMemory, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
-    """Pipelined: while the sums of a block are collected, the next block is already in flight."""
-    before: list[Tensor] = []
     for pieces in _blocks(flat, node.size):
-        width = pieces[0].numel()
+        own, width = pieces[node.rank], pieces[0].numel()
         _put(node, pieces, width)
-        versions, sums = _versions(node, pieces, width), _sums(node, before)
+        versions = _versions(node, pieces, width)
         node.sync()
-        _collect(node, sums, before)
-        own = pieces[node.rank]
+        sums = [node.boxes(piece.dtype, piece.numel())[rank] for rank, piece in enumerate(pieces)]
         if own.numel():
-            result = _sum(node, own, node.rank)
+            result = sums[node.rank]
             reduction(versions, result, spare=result)
             if finish is not None:
                 finish(result)
             own.copy_(result)
-        before = pieces
-    sums = _sums(node, before)
-    node.sync()
-    _collect(node, sums, before)
+        node.sync()
+        for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
+            if rank != node.rank and piece.numel():
+                piece.copy_(reduced)
 
 
 def reduce_scatter(node: NodeMemory, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
@@ -102,7 +97,7 @@ def reduce_scatter(node: NodeMemory, output: Tensor, inputs: Sequence[Tensor], r
             _reduce(node, versions, flat, reduction)
             node.sync()  # others may still be reading
             return
-    widest = _RAW // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
+    widest = OUTBOX // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
     for start in range(0, max(flat.numel(), 1), widest):
         whole = flat.numel() <= widest
         pieces = sources if whole else [source[start : start + widest] for source in sources]
@@ -111,7 +106,7 @@ def reduce_scatter(node: NodeMemory, output: Tensor, inputs: Sequence[Tensor], r
         versions = _versions(node, pieces, width)
         node.sync()
         target = flat if whole else flat[start : start + widest]
-        reduction(versions, target, spare=_sum(node, target, node.rank))
+        reduction(versions, target, spare=node.boxes(target.dtype, target.numel())[node.rank])
 
 
 def reduce_scatter_small(node: NodeMemory, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
@@ -145,7 +140,7 @@ def _reduce(node: NodeMemory, versions: Sequence[Tensor], output: Tensor, reduct
 
 def _blocks(flat: Tensor, size: int) -> Iterator[list[Tensor]]:
     """Blocks of about equal size that fit an outbox, each as one piece per rank. The last pieces may be empty."""
-    most = _RAW // flat.element_size() // _ALIGNMENT // size * _ALIGNMENT * size
+    most = OUTBOX // flat.element_size() // _ALIGNMENT // size * _ALIGNMENT * size
     count = -(-flat.numel() // most)
     width = _width(-(-flat.numel() // max(count, 1)), size)
     for start in range(0, flat.numel(), max(width, 1) * size):
@@ -176,20 +171,3 @@ def _versions(node: NodeMemory, pieces: Sequence[Tensor], width: int) -> list[Te
     own = pieces[node.rank]
     boxes = node.boxes(own.dtype, own.numel(), node.rank * width)
     return [own if rank == node.rank else box for rank, box in enumerate(boxes)]
-
-
-def _sum(node: NodeMemory, piece: Tensor, rank: int) -> Tensor:
-    """The place for that rank's sum of its piece; the others collect it after the next sync."""
-    return node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank]
-
-
-def _sums(node: NodeMemory, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Each rank's sum of its piece, after the next sync."""
-    return [_sum(node, piece, rank) for rank, piece in enumerate(pieces)]
-
-
-def _collect(node: NodeMemory, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    """Copy the sums that the others have made."""
-    for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
-        if rank != node.rank and piece.numel():
-            piece.copy_(reduced)

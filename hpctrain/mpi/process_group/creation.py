@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.store.client import await_members
 from hpctrain.mpi import leaving
-from hpctrain.mpi.all_ranks import gather_json, on_all
+from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode, OverNodes
 from hpctrain.mpi.errors import CommunicationTimeoutError
@@ -48,7 +48,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     watch = OperationWatch(presence)
     collectives = _choose(Channel(comm, watch), watch, settings)
     group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
-    leaving.finish_at_exit(group)
+    leaving.groups.add(group)
     return group
 
 
@@ -66,8 +66,13 @@ def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Over
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical
     )
-    node = _create_node(comm, local, watch) if wanted else None
-    if node is None:
+    node = NodeMemory.create(local, watch) if wanted else None
+    if not all(gather_json(comm, node is not None)) or node is None:
+        if wanted and comm.rank == 0:
+            warnings.warn(
+                "ranks of one node cannot map each other's memory here; their data goes through MPI, which is slower",
+                stacklevel=2,
+            )
         local.Free()
         return OverNetwork(channel)
     if len(members) == 1:
@@ -75,15 +80,3 @@ def _choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Over
     mine = next(i for i, ranks in enumerate(members) if comm.rank in ranks)
     rail = Channel(comm.Split(node.rank, mine), watch)
     return OverNodes(channel, node, rail, [list(ranks) for ranks in members])
-
-
-def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
-    node = NodeMemory.create(local, watch)
-    if on_all(comm, node is not None):
-        return node
-    if comm.rank == 0:
-        warnings.warn(
-            "ranks of one node cannot map each other's memory here; their data goes through MPI, which is slower",
-            stacklevel=2,
-        )
-    return None

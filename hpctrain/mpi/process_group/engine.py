@@ -24,7 +24,7 @@ from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.transfer.watch import Operation, OperationWatch
+from hpctrain.mpi.transfer.watch import Operation, OperationWatch, describe
 
 # After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds
@@ -37,7 +37,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def in_flight() -> list[str]:
     """The operations of all groups that are running or queued here, for messages."""
-    return [told for engine in list(_engines) for told in engine.in_flight()]
+    return [operation for engine in list(_engines) for operation in engine.in_flight()]
 
 
 class Engine:
@@ -60,7 +60,10 @@ class Engine:
     def in_flight(self) -> list[str]:
         """The operations that are running or queued."""
         works = [work for work in (self._running, *self._queue) if work is not None]
-        return [f"{work.operation.told} (number {work.number} of {self._watch.presence.group})" for work in works]
+        return [
+            f"{describe(work.operation.description)} (number {work.number} of {self._watch.presence.group})"
+            for work in works
+        ]
 
     def submit(self, operation: Operation, run: Run, result: Any, *, asynchronous: bool) -> MPIWork:
         """Queue an operation, or run it at once if the caller will wait and no operation is before it."""
@@ -76,7 +79,10 @@ class Engine:
                 self._running = work
             else:
                 self._queue.append(work)
-                self._wake_worker()
+                if self._worker is None:
+                    self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._worker.start()
+                self._changed.notify_all()
         if here:
             start = time.perf_counter()
             self._run(work, in_worker=False)
@@ -127,12 +133,6 @@ class Engine:
                 self._running = self._queue.popleft()
                 return True
         return False
-
-    def _wake_worker(self) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._worker.start()
-        self._changed.notify_all()
 
     def _work(self) -> None:
         while True:

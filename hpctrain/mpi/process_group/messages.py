@@ -86,9 +86,9 @@ class Messages:
         if work.peer == ANY_SOURCE:
             missing = "no rank has sent a matching message"
         elif work.name == "recv":
-            missing = f"rank {self._presence.global_rank(work.peer)} has not sent a matching message"
+            missing = f"rank {self._presence.ranks[work.peer]} has not sent a matching message"
         else:
-            missing = f"rank {self._presence.global_rank(work.peer)} has not received it"
+            missing = f"rank {self._presence.ranks[work.peer]} has not received it"
         self.broken = CommunicationTimeoutError(
             f"{self.describe(work)} did not finish within {seconds:g} s: {missing}. Look at what that rank does (its "
             "log, or py-spy dump), whether both sides use the same tag, or raise the timeout if it is only slow"
@@ -97,7 +97,7 @@ class Messages:
 
     def describe(self, work: MessageWork) -> str:
         """The message, in words."""
-        peer = "any rank" if work.peer == ANY_SOURCE else f"rank {self._presence.global_rank(work.peer)}"
+        peer = "any rank" if work.peer == ANY_SOURCE else f"rank {self._presence.ranks[work.peer]}"
         way = "from" if work.name == "recv" else "to"
         return f"{work.name} {way} {peer} (tag {work.tag}, {self._presence.group}) on {self._presence.here}"
 

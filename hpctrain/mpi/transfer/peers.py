@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.all_ranks import gather_json, on_all
+from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
 
@@ -49,7 +49,7 @@ class Peers:
             peers._finds(rank, address, wanted) for rank, (_, address, wanted) in enumerate(there)
         )
         # All tokens stay alive until all ranks have read them.
-        return peers if on_all(comm, readable) else None
+        return peers if all(gather_json(comm, readable)) else None
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Fill a plain tensor of any size with the bytes at an address of that rank's process.

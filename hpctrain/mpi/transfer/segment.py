@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.all_ranks import broadcast_json, on_all
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.library import MPI
 
 
@@ -31,7 +31,7 @@ def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
         found = (os.getpid(), descriptor, token.hex())
     process, descriptor_there, token_there = broadcast_json(comm, found)
     memory = _open(process, descriptor_there, bytes.fromhex(token_there), whole)
-    everybody = on_all(comm, memory is not None)
+    everybody = all(gather_json(comm, memory is not None))
     if descriptor is not None:
         os.close(descriptor)
     if memory is None or not everybody:

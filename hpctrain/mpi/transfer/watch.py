@@ -72,22 +72,12 @@ class Operation:
         kind = _NAME_NUMBERS[self.name] << 8 | _DTYPE_NUMBERS[self.dtype]
         return kind << _SIZE_BITS | self.agreed_bytes
 
-    @property
-    def told(self) -> str:
-        """The operation in messages."""
-        return f"{self.name} of {self.nbytes} bytes, {str(self.dtype).removeprefix('torch.')}"
-
 
 def describe(description: int) -> str:
     """Operation.description in words."""
     kind, nbytes = description >> _SIZE_BITS, description & (1 << _SIZE_BITS) - 1
     dtype = str(_DTYPES[kind & 255]).removeprefix("torch.")
     return f"{NAMES[kind >> 8]}({dtype}{f', {nbytes} bytes' if nbytes else ''})"
-
-
-def disagreement(descriptions: Sequence[int], ranks: Sequence[int]) -> str:
-    """The differing calls, by rank."""
-    return ", ".join(f"rank {rank} {describe(d)}" for rank, d in zip(ranks, descriptions, strict=True))
 
 
 class Presence:
@@ -99,22 +89,18 @@ class Presence:
     def __init__(self, store: Store, group_rank: int, ranks: Sequence[int], group_name: str) -> None:
         self._store = store
         self._group_rank = group_rank
-        self._ranks = ranks
+        self.ranks = ranks
         self.group_name = group_name
 
     @property
     def here(self) -> str:
         """This rank, for messages."""
-        return f"rank {self._ranks[self._group_rank]} ({socket.gethostname()})"
+        return f"rank {self.ranks[self._group_rank]} ({socket.gethostname()})"
 
     @property
     def group(self) -> str:
         """This group, for messages."""
-        return f"group {self.group_name!r} ({name_ranks(self._ranks)})"
-
-    def global_rank(self, group_rank: int) -> int:
-        """The global rank of a rank of this group."""
-        return self._ranks[group_rank]
+        return f"group {self.group_name!r} ({name_ranks(self.ranks)})"
 
     def publish(self, number: int, name: str) -> None:
         """Publish that this rank waits in operation `number`, called `name`."""
@@ -142,7 +128,7 @@ class Presence:
 
     def _read(self) -> dict[int, tuple[int, str]]:
         positions = {}
-        for group_rank in range(len(self._ranks)):
+        for group_rank in range(len(self.ranks)):
             key = f"position/{group_rank}"
             if self._store.check([key]):
                 number, name = self._store.get(key).decode().split(" ", 1)
@@ -150,7 +136,7 @@ class Presence:
         return positions
 
     def _absent(self, positions: dict[int, tuple[int, str]], number: int) -> list[int]:
-        return [r for r in range(len(self._ranks)) if r not in positions or positions[r][0] < number]
+        return [r for r in range(len(self.ranks)) if r not in positions or positions[r][0] < number]
 
     def _describe(self, positions: dict[int, tuple[int, str]], number: int, name: str) -> str:
         absent = self._absent(positions, number)
@@ -159,13 +145,13 @@ class Presence:
         parts = []
         if absent:
             verb = "has" if len(absent) == 1 else "have"
-            parts.append(f"{name_ranks([self._ranks[r] for r in absent])} {verb} not entered it")
+            parts.append(f"{name_ranks([self.ranks[r] for r in absent])} {verb} not entered it")
         parts += [
-            f"{name_ranks([self._ranks[r]])} waits in {other} (number {n}) instead"
+            f"{name_ranks([self.ranks[r]])} waits in {other} (number {n}) instead"
             for r, (n, other) in sorted(elsewhere.items())
         ]
         if waiting:
-            parts.append(f"{name_ranks([self._ranks[r] for r in waiting])} waited as well")
+            parts.append(f"{name_ranks([self.ranks[r] for r in waiting])} waited as well")
         return "; ".join(parts) if absent or elsewhere else "all ranks entered it, but the transfer did not finish"
 
 
@@ -200,9 +186,9 @@ class OperationWatch:
         self.all_here = True
         mine = self.operation.description
         if any(description != mine for description in descriptions):
-            ranks = [self.presence.global_rank(rank) for rank in range(len(descriptions))]
+            calls = (f"rank {self.presence.ranks[rank]} {describe(call)}" for rank, call in enumerate(descriptions))
             raise OperationMismatchError(
-                f"the ranks of {self.presence.group} called different operations: {disagreement(descriptions, ranks)}; "
+                f"the ranks of {self.presence.group} called different operations: {', '.join(calls)}; "
                 "all must call the same, in the same order, with the same dtype and size"
             )
 

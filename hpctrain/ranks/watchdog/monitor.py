@@ -23,12 +23,13 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.stacks import failed_line
-from hpctrain.ranks.watchdog.status import Beat, RankStatus, Silent, beat_of, sentences
+from hpctrain.ranks.watchdog.status import Beat, RankStatus, Silent, beat_of, sentences, status_of
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 
 LOG = logging.getLogger("hpctrain")
 
 _LOOK = 2.0  # seconds between two looks for alarms and questions, if heartbeats come less often
+_SAYING_SO = 1.0  # seconds for a rank that fails by itself to say so; the others notice its closed connections at once
 _ANSWERING = 3.0  # seconds for the ranks to answer: those that run do so at once
 # the words of torch's, gloo's and hpctrain's own errors about other ranks that take too long or are gone
 _FAILED = re.compile(
@@ -112,7 +113,8 @@ class Monitor(Watcher):
         """End the job because of an alarm, unless a rank that has failed is the reason and may still end it in order."""
         if "code" in alarm:
             self._end_ranks(alarm["code"])
-        elif self.another_reason():
+        time.sleep(_SAYING_SO)
+        if self._world.store.check(["failed"]):
             self._set(IGNORED, "")
         else:
             why = f"a communication of rank {alarm['rank']} failed ({alarm['reason']}; its log has the traceback)"
@@ -202,7 +204,7 @@ class Monitor(Watcher):
         """Every rank's status; of those that do not answer what is known."""
         self._asking += 1
         self._order({"number": self._asking, "stacks": stacks})
-        statuses = [self.status()]
+        statuses = [status_of(self.identity, self.position)]
         if stacks:
             aside(log_stacks)
         keys = [f"status/{self._asking}/{rank}" for rank in self._others]

@@ -72,7 +72,9 @@ def status_of(identity: Identity, position: Position) -> RankStatus:
 
 def _loading() -> list[str]:
     """The lines at which processes load samples, and at which this process's thread does."""
-    threads = [line for one in threading.enumerate() if one.name == LOADER and (line := loading_line(one.ident))]
+    threads = [
+        line for thread in threading.enumerate() if thread.name == LOADER and (line := loading_line(thread.ident))
+    ]
     lines = {"a process that loads samples": worker_lines(), "the thread that loads samples": threads}
     return [f"{who} is at {line}" for who, of_kind in lines.items() for line in of_kind]
 
@@ -88,46 +90,40 @@ class Silent(NamedTuple):
 
 def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
-    lines = [f"missing: {_silent(one)}" for one in silent if one.seconds > limit]
-    lines += [f"no answer in time: {_late(one)}" for one in silent if one.seconds <= limit]
-    absent = [one for one in statuses if one.waits_for is None]
+    lines = [f"{'missing' if rank.seconds > limit else 'no answer in time'}: {_silent(rank)}" for rank in silent]
+    absent = [status for status in statuses if status.waits_for is None]
     kinds = {
-        "missing": [one for one in absent if one.beat.idle >= limit / 2],
-        "at work": [one for one in absent if one.beat.idle < limit / 2],
-        "waiting": [one for one in statuses if one.waits_for is not None],
+        "missing": [status for status in absent if status.beat.idle >= limit / 2],
+        "at work": [status for status in absent if status.beat.idle < limit / 2],
+        "waiting": [status for status in statuses if status.waits_for is not None],
     }
-    return lines + [f"{kind}: {told}" for kind, of_kind in kinds.items() for told in _grouped(of_kind)]
+    return lines + [f"{kind}: {clause}" for kind, of_kind in kinds.items() for clause in _grouped(of_kind)]
 
 
-def _silent(one: Silent) -> str:
-    where = f"last seen in {one.last.where}" if one.last is not None else "never seen"
+def _silent(rank: Silent) -> str:
+    where = f"last seen in {rank.last.where}" if rank.last is not None else "never seen"
     return (
-        f"rank {one.rank} on {one.node} has sent no heartbeat for {one.seconds:.0f} s: stopped, killed, or its node is out of "
+        f"rank {rank.rank} on {rank.node} has sent no heartbeat for {rank.seconds:.0f} s: stopped, killed, or its node is out of "
         f"reach ({where})"
     )
-
-
-def _late(one: Silent) -> str:
-    where = f"; it was in {one.last.where}" if one.last is not None else ""
-    return f"rank {one.rank} on {one.node}, whose last heartbeat came {one.seconds:.0f} s ago{where}"
 
 
 def _grouped(statuses: Sequence[RankStatus]) -> list[str]:
     """Ranks that do the same are told together, the fewest first."""
     groups: dict[tuple[object, ...], list[RankStatus]] = {}
-    for one in statuses:
-        groups.setdefault((one.beat.where, one.line, one.waits_for), []).append(one)
-    return [_told(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
+    for status in statuses:
+        groups.setdefault((status.beat.where, status.line, status.waits_for), []).append(status)
+    return [_clause(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
 
 
-def _told(group: Sequence[RankStatus]) -> str:
-    one = group[0]
+def _clause(group: Sequence[RankStatus]) -> str:
+    status = group[0]
     nodes = list(dict.fromkeys(member.node for member in group))
     shown = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")
     verb = "is" if len(group) == 1 else "are"
-    waits = f"; waits for {one.waits_for}" if one.waits_for else ""
-    loading = f"; {' and '.join(one.loading[:3])}" if one.loading else ""
+    waits = f"; waits for {status.waits_for}" if status.waits_for else ""
+    loading = f"; {' and '.join(status.loading[:3])}" if status.loading else ""
     idle = max(member.beat.idle for member in group)
     since = f" for {idle:.0f} s" if idle else ""
     who = f"{name_ranks([member.rank for member in group])} on {shown}"
-    return f"{who} {verb} in {one.beat.where}{since}, at {one.line}{waits}{loading}"
+    return f"{who} {verb} in {status.beat.where}{since}, at {status.line}{waits}{loading}"

@@ -27,7 +27,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.watchdog.position import END, Position
 from hpctrain.ranks.watchdog.stacks import all_stacks, unfinished
-from hpctrain.ranks.watchdog.status import RankStatus, beat_of, status_of
+from hpctrain.ranks.watchdog.status import beat_of, status_of
 
 LOG = logging.getLogger("hpctrain")
 
@@ -39,7 +39,6 @@ _FINISHING = 10.0  # seconds after the end of rank 0's store within which this r
 _LOGGING = 2.0  # seconds for writing into the log
 _SUSPENDED = 15.0  # seconds by which a wait ends too late, or half of the limit if that is more, of a suspended process
 _DIAGNOSING = 10.0  # seconds for rank 0 to find out who is missing
-_SAYING_SO = 1.0  # seconds for a failing rank to say so; the others notice its closed connections at once
 IGNORED = "alarm/ignored"
 """The key with which rank 0 answers an alarm that it does not look into."""
 
@@ -78,18 +77,9 @@ class Watcher:
         self.store.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
         self.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
 
-    def another_reason(self) -> bool:
-        """Whether a rank fails with an error of its own; waits for it to say so."""
-        time.sleep(_SAYING_SO)
-        return self._world.store.check(["failed"])
-
     def wake(self) -> None:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
         self.position.touch()
-
-    def status(self) -> RankStatus:
-        """This rank's status now."""
-        return status_of(self.identity, self.position)
 
     def _run(self) -> None:
         try:
@@ -144,7 +134,9 @@ class Watcher:
         """Tell where this rank is, or end."""
         assert self.store is not None
         if "number" in order:
-            self.store.set(f"status/{order['number']}/{self.identity.rank}", json.dumps(self.status()))
+            self.store.set(
+                f"status/{order['number']}/{self.identity.rank}", json.dumps(status_of(self.identity, self.position))
+            )
             if order["stacks"]:
                 aside(log_stacks)
         else:
@@ -162,7 +154,7 @@ class Watcher:
         end_now(self.identity, code, everybody=False)
 
     def _leave_without_store(self, error: Exception) -> NoReturn:
-        status = self.status()
+        status = status_of(self.identity, self.position)
         aside(log_stacks)
         if self.identity.local_rank == 0 or self.identity.rank == 1:  # one line of each node
             tell(
