@@ -15,12 +15,6 @@ from hpctrain.base.devices import is_accelerator, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 
-# keys that only some rows of a step have, for which losses can't be called either
-_SOMETIMES = {
-    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
-    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
-}  # fmt: skip
-
 T = TypeVar("T")
 _LEFT_OUT: Any = 0.0
 _NONE: Any = ()
@@ -151,11 +145,3 @@ class NamedLosses:
         """Each name's sum over all ranks' `figures` divided by `count`."""
         sums = [sum(column) for column in zip(*figures, strict=True)]
         return {name: value / count for name, value in zip(self._names or [], sums, strict=True)}
-
-
-def with_named_losses(row: dict[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
-    """A step's row with the losses by name. Raises TrainingError for the name of a key of any row."""
-    taken = [name for name in losses if name in row or name in _SOMETIMES]
-    if taken:
-        raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
-    return {**row, **losses}

@@ -31,9 +31,7 @@ from hpctrain.training.step import (
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     """Train from the session's step to the last step, or until a signal.
 
-    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `metrics` (the newest step's row),
-    `evaluation` (the metrics of the newest evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C
-    ended the training.
+    The result is that of `hpctrain.run`, with `interrupted`: whether Ctrl-C ended the training.
     """
     progress, begun, asked = session.progress, session.progress.step, partial(level, session, stop)
     losses: list[float] = []

@@ -21,7 +21,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
-from hpctrain.training.figures import Figure, RankFigures, with_named_losses
+from hpctrain.training.figures import Figure, RankFigures
 from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
 from hpctrain.training.restoring import roll_back
 from hpctrain.training.saving import finish_saving
@@ -30,6 +30,11 @@ from hpctrain.training.trained_model import TrainedModel
 
 LOG = logging.getLogger("hpctrain")
 
+# keys that only some rows of a step have, for which losses can't be called either
+_SOMETIMES = {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
+    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
+}  # fmt: skip
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -178,7 +183,7 @@ class Steps:
         named: Mapping[str, float],
         others: Mapping[str, Update],
     ) -> tuple[dict[str, Any], str]:
-        """The row, and the runner's remark for the screen. Arguments as for `end`."""
+        """The row, and the runner's remark for the screen. docs/metrics.md says what each key is. Arguments as for `end`."""
         session, model, figures = self.session, self.session.model, update.figures
         seconds = time.perf_counter() - self._begin
         means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
@@ -201,7 +206,11 @@ class Steps:
             **model.guard.metrics(update.verdict),
         }
         row = {key: value for key, value in row.items() if value is not None}
-        row = with_named_losses(row, {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}})
+        losses = {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}}
+        taken = [name for name in losses if name in row or name in _SOMETIMES]
+        if taken:
+            raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
+        row |= losses
         row |= {f"lr_{name}": one.lr for name, one in others.items()}
         row |= {f"grad_norm_{name}": one.figures.norm for name, one in others.items()}
         return row, remark
