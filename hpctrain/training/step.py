@@ -231,7 +231,11 @@ class Steps:
             from hpctrain.training.guard.first_nonfinite import nonfinite_samples
 
             samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
-        why = _reasons(session, model, verdict, samples)
+        why = "; ".join([verdict.said, *([samples] if samples else [])])
+        if verdict.cause == "non_finite":
+            from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
+
+            why = f"{why}; {first_nonfinite(model, verdict.figures.losses, session.identity)}"
         if verdict.action in ("warn", "skip"):
             left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
             session.report.say(f"guard        step {step}{left_out}: {why}")
@@ -244,16 +248,6 @@ class Steps:
             return True
         remedy = remedy_for(verdict, newest is not None, samples is not None)
         raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})")
-
-
-def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:
-    """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
-    if verdict.cause == "loss_spike":
-        return verdict.said
-    from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
-
-    clauses = [verdict.said, *([samples] if samples else [])]
-    return "; ".join([*clauses, first_nonfinite(model, verdict.figures.losses, session.identity)])
 
 
 def start_hooks(session: Session) -> None:

@@ -248,10 +248,6 @@ class TrainedModel:
             # as bytes: not every backend knows every dtype, and a mask is bool
             dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self.batch_group)
 
-    def sum_over_batch(self, value: int) -> int:
-        """The sum over the ranks that hold different parts of the global batch."""
-        return sum_of(value, self.batch_group)
-
     def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
