@@ -78,6 +78,7 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
+        # one exchange of all: each costs a round between the ranks, and on an accelerator a wait for the device
         of_fields = [value if isinstance(value, (list, tuple)) else [value] for value in vars(self).values()]
         return [self._with(row) for row in gather([number for numbers in of_fields for number in numbers])]
 

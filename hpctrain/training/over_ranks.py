@@ -84,11 +84,12 @@ class PieceTotals:
         mine = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
         return _sum_of_squares(mine) if mine else 0.0
 
-    def norms(self, squares: Sequence[float]) -> list[float]:
-        """The 2-norm of the full gradient on each rank, from all ranks' `square`: one norm where ranks hold parts."""
+    def norm(self, squares: Sequence[float], rank: int) -> float:
+        """The 2-norm of the full gradient on this rank, from all ranks' `square`."""
         if self._cut:
-            return [math.sqrt(sum(squares))] * len(squares)
-        return [math.sqrt(square) for square in squares]
+            return math.sqrt(sum(squares))
+        # one that is not finite counts on all ranks: all leave out the update, or none
+        return math.sqrt(next((square for square in squares if not math.isfinite(square)), squares[rank]))
 
     def merged(self, numbers: dict[str, Any]) -> dict[str, Any]:
         """The merged dicts of all ranks, each with the entries of its own pieces. Collective like the norm."""

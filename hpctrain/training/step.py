@@ -56,8 +56,7 @@ def figures_of_update(
     blocks."""
     model.refuse_other_routes([one.route for one in ranks])
     losses = [one.loss for one in ranks]
-    norms = model.totals.norms([one.square for one in ranks])
-    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+    norm = model.totals.norm([one.square for one in ranks], session.identity.rank)
     overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
     return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
 
