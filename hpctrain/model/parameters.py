@@ -91,6 +91,7 @@ def parameter_groups(
     for place in sorted(set(place_of.values())):
         entry = patterns[place] if place < len(patterns) else {}
         options = {key: value for key, value in entry.items() if key not in ("pattern", "max_dims")}
+        # there may be none here: groups are equal on all ranks, as checkpoints number them
         mine = [piece.tensor for piece in pieces if place_of[piece.name] == place]
         groups.append({"params": mine, **options})
     return groups

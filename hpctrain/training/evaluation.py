@@ -231,7 +231,7 @@ def look(session: Session) -> None:
         failed: list[str] = []
         with kept_weights(session), without_trace(session.model.module, session.device):
             measured = measure(session.model, parts, [micro], failed=failed)
-        session.model.named_losses.forget()
+        session.model.named_losses.forget()  # a training may report other losses than an evaluation
     for why in failed:
         session.report.say(f"look         {why}")
     if measured is not None:

@@ -276,6 +276,7 @@ class TrainedModel:
 
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces, without the loss scale."""
+        # each piece has one after `synchronize`, zeros where the loss did not reach it
         gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
         if gradients and self.scaler.scale != 1:  # a rank may hold no pieces
             foreach_mul_(gradients, 1.0 / self.scaler.scale)
