@@ -222,9 +222,8 @@ def look(session: Session) -> None:
             micro = next(loader, None)
         finally:
             loader.close()
-        if sum_of(
-            micro is None or not micro.terms
-        ):  # a short stream, or no label: some metrics need samples on each rank
+        # a short stream, or no label: some metrics need samples on each rank
+        if sum_of(micro is None or not micro.terms):
             return
         assert micro is not None
         position.move("evaluation")
