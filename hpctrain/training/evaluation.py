@@ -90,7 +90,7 @@ def measure(
     asking: Asking | None = None,
     failed: list[str] | None = None,
 ) -> tuple[dict[str, float], int] | None:
-    """What `evaluate` gives, for these micro batches. Collective.
+    """The result of `evaluate`, for these micro batches. Collective.
 
     failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
     """

@@ -83,7 +83,7 @@ class RankFigures(Generic[T]):
         return [self._with(row) for row in gather([number for numbers in of_fields for number in numbers])]
 
     def _with(self, row: Sequence[float]) -> RankFigures[float]:
-        """These figures with other numbers in their places."""
+        """The same figures with other numbers in their places."""
         numbers, read = iter(row), dict[str, Any]()
         for name, value in vars(self).items():
             is_sequence = isinstance(value, (list, tuple))
