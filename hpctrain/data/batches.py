@@ -117,9 +117,10 @@ class Batches:
         if self._has_given or not places:
             return self._samples_at(places)
         [first] = self._samples_at(places[:1])
-        before = snapshot(first)
+        before = snapshot(first)  # a data set may give one buffer again and again
         items = [first, *self._samples_at(places[1:])]
         refuse_reused_memory(self._name, before, first)
+        # read again: a resume, or another layout, trains on the same samples only if they follow from their index
         refuse_other_item(self._name, places[0][0], before, self._samples_at(places[:1])[0], self.draws)
         return items
 

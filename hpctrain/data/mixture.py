@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.dataset import Part
-from hpctrain.data.order import Indices, SampleOrder, WeightedOrder, mixed
+from hpctrain.data.order import Indices, mixed, order_of
 
 _BLOCK = 4096
 _RUN = 32
@@ -38,7 +38,10 @@ class MixtureOrder:
         self._arguments = parts, phases, seed, fingerprint
         self._begins = [begin for begin, _ in phases]
         self._splits = [_splits(shares) for _, shares in phases]
-        self._orders = [_order(part, seed, f"{fingerprint} part {number}") for number, part in enumerate(parts)]
+        self._orders = [
+            order_of(part.count, part.weights, seed, f"{fingerprint} part {number}")
+            for number, part in enumerate(parts)
+        ]
         self._offsets = np.cumsum([0, *(part.count for part in parts)])
         self._latest: tuple[tuple[int, int], Indices] | None = None
         # the samples of each part that are drawn before each phase
@@ -103,12 +106,6 @@ class MixtureOrder:
             length -= counts[-1]
         before: Indices = self._drawn[phase] + np.array(counts, np.int64)
         return before
-
-
-def _order(part: Part, seed: int, fingerprint: str) -> SampleOrder | WeightedOrder:
-    if part.weights is not None:
-        return WeightedOrder(part.weights, seed, fingerprint)
-    return SampleOrder(part.count, seed, fingerprint)
 
 
 def _splits(shares: Sequence[float]) -> list[int]:

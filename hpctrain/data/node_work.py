@@ -19,7 +19,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
 
 def shared_on_node(node: str, action: Callable[[], Any]) -> Any:
     """The value of an action that one rank of each node computes. Collective over the world. node: of this rank."""
-    everyone: list[tuple[str, list[int]]] = gather_values((node, sorted(_cores())))
+    own = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    )  # the cores that this process may use
+    everyone: list[tuple[str, list[int]]] = gather_values((node, own))
     mine = [rank for rank, (other, _) in enumerate(everyone) if other == node]
     cores = {core for rank in mine for core in everyone[rank][1]}
     outcomes: list[Outcome[Any]] = []
@@ -44,8 +47,3 @@ def _work(action: Callable[[], Any], cores: set[int], outcomes: list[Outcome[Any
         with suppress(OSError):  # a container may forbid it; then this rank's own cores must do
             os.sched_setaffinity(0, cores)  # of this thread, and of the threads that it starts
     outcomes.append(attempt(action))
-
-
-def _cores() -> set[int]:
-    """The cores that this process may use; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

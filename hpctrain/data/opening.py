@@ -12,7 +12,7 @@ from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.base.safe_files import cache_directory
 from hpctrain.contracts.dataset import DatasetContext, Lengths, Mixture, Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
-from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
+from hpctrain.data.order import Order, StreamOrder, order_of
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.refusals import (
     COUNTED_STEPS,
@@ -124,22 +124,17 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
         for part in mixture.parts:
             if part.weights is not None:
                 refuse_weights(job, part.weights, part.count)
-        fingerprint = f"{fingerprint} mixture {_digest_of(mixture)}"
+        sources = [(part.count, None if part.weights is None else part.weights.tobytes()) for part in mixture.parts]
+        phases = [(step, list(of_parts)) for step, of_parts in mixture.phases]
+        digest = hashlib.blake2b(repr((sources, phases)).encode(), digest_size=8).hexdigest()
+        fingerprint = f"{fingerprint} mixture {digest}"
         if len(mixture.phases) > 1:  # they are counted in batches of this size
             fingerprint = f"{fingerprint} in batches of {job.batch.size}"
         return fingerprint, _mixed(job, mixture, fingerprint, counted)
-    if weights is None:
-        return fingerprint, SampleOrder(len(samples), seed, fingerprint)
-    refuse_weights(job, weights, len(samples))
-    digest = hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()
-    fingerprint = f"{fingerprint} weights {digest}"
-    return fingerprint, WeightedOrder(weights, seed, fingerprint)
-
-
-def _digest_of(mixture: Mixture) -> str:
-    parts = [(part.count, None if part.weights is None else part.weights.tobytes()) for part in mixture.parts]
-    phases = [(step, list(shares)) for step, shares in mixture.phases]
-    return hashlib.blake2b(repr((parts, phases)).encode(), digest_size=8).hexdigest()
+    if weights is not None:
+        refuse_weights(job, weights, len(samples))
+        fingerprint = f"{fingerprint} weights {hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()}"
+    return fingerprint, order_of(len(samples), weights, seed, fingerprint)
 
 
 def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None) -> Order:

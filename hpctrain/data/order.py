@@ -99,6 +99,11 @@ class WeightedOrder:
         return indices
 
 
+def order_of(samples: int, weights: Weights | None, seed: int, fingerprint: str) -> SampleOrder | WeightedOrder:
+    """Each sample once in an epoch, or as often as the weights say."""
+    return SampleOrder(samples, seed, fingerprint) if weights is None else WeightedOrder(weights, seed, fingerprint)
+
+
 def mixed(values: Any, key: np.uint64) -> Any:
     """A keyed 64-bit mixer: splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
     with np.errstate(over="ignore"):

@@ -130,7 +130,12 @@ class Pool:
                 warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the user has chosen fork
                 iterator = iter(self._loader)
         except (ValueError, OSError) as error:
-            if self._method != "forkserver" or not _has_too_many(error):
+            # a fork server is sent a descriptor for each tensor of a worker's data
+            too_many = str(error) == "too many fds" or getattr(error, "errno", None) in (
+                errno.EINVAL,
+                errno.ETOOMANYREFS,
+            )
+            if self._method != "forkserver" or not too_many:
                 raise
             LOG.info("the data has more tensors than a fork server takes: %d workers start anew", self._workers)
             self._method = "spawn"
@@ -175,11 +180,6 @@ def _begin(lines: Sequence[Any], labels: tuple[str, str], number: int) -> None:
     be_watched(lines[number])
     if not any(labels_of_prints()):  # a forked process has its rank's
         label_prints(*labels)
-
-
-def _has_too_many(error: Exception) -> bool:
-    """Whether a fork server could not be sent the descriptors of a worker's data: one for each tensor."""
-    return str(error) == "too many fds" or getattr(error, "errno", None) in (errno.EINVAL, errno.ETOOMANYREFS)
 
 
 def _as_it_is(loaded: T) -> T:

@@ -200,7 +200,7 @@ class StreamPlaces:
         self._places: Mapping[int, Place] = {}
 
     def batches(self, collate: Collate, seed: int, name: str, samples_seen: int, micro_batches: int) -> TrainedStream:
-        """What the readers go on to read. name: of the data set. micro_batches: the number that this rank has trained on."""
+        """The micro batches from these places on. name: of the data set. micro_batches: those that this rank has trained on."""
         turn = micro_batches % len(self._mine)  # the reader whose micro batch is next
         places = [(shard, self._place(shard)) for shard in self._mine[turn:] + self._mine[:turn]]
         return TrainedStream(self._stream, collate, seed, name, self.shards, places, samples_seen)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.base.errors import UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import buffers_of, convert_tensors
 from hpctrain.contracts.model import MetaModel, ModelSpec
@@ -71,14 +71,7 @@ class InitialValues:
         """Give this rank's part of the module its memory on `home`, and its values."""
         tied = tied_parameters(module)
         if isinstance(spec, MetaModel):
-            elements = sum(parameter.numel() for parameter in module.parameters())
-            try:
-                materialize(module, home)
-            except RuntimeError as error:  # torch has no other error for memory on the CPU
-                raise EnvironmentUnfitError(
-                    f"[model] {spec.name}: no memory here for this rank's {elements:,} parameters: {str(error).splitlines()[0]}; "
-                    "choose smaller sizes, or spread it over more ranks"
-                ) from error
+            materialize(module, home)
             tie(module, tied)  # materialization gave each place its own parameter
             initialize(module, spec, seed)
         module.to(device=home)

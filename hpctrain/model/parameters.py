@@ -86,13 +86,13 @@ def parameter_groups(
     an entry that matches none of them. A group with any of these parameters exists on every rank, even if empty there.
     """
     refuse_unmatched(trained, patterns)
-    place_of = {name: _place_of(name, shape, patterns) for name, shape in trained.items()}
+    mine = [(_place_of(piece.name, piece.shape, patterns), piece.tensor) for piece in pieces]
     groups = []
-    for place in sorted(set(place_of.values())):
+    # also those without a tensor here: groups are equal on all ranks, as checkpoints number them
+    for place in sorted({_place_of(name, shape, patterns) for name, shape in trained.items()}):
         entry = patterns[place] if place < len(patterns) else {}
         options = {key: value for key, value in entry.items() if key not in ("pattern", "max_dims")}
-        mine = [piece.tensor for piece in pieces if place_of[piece.name] == place]
-        groups.append({"params": mine, **options})
+        groups.append({"params": [tensor for own, tensor in mine if own == place], **options})
     return groups
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,23 +42,29 @@ def assemble(start: Start) -> Session:
 
 def build(start: Start, checked: CheckedJob) -> TrainedModel:
     """The model of `checked`. Collective."""
-    job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
-    refuse_machine(job, parts, Machine(identity, device), checked.registry)
-    start.hooks.refuse_differences()
-    meshes = build_meshes(layout_of(job, parts, identity.size), device)
-    building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
-    with start.hooks.phase("build", 0), building:
-        return TrainedModel(job, parts, meshes, device, start.hooks)
+    job, parts = checked.job, checked.parts
+    with _building(start, checked) as meshes:
+        return TrainedModel(job, parts, meshes, start.device, start.hooks)
 
 
 def build_frozen(start: Start, checked: CheckedJob) -> tuple[Built, Meshes]:
     """A model without trained parameters, laid out as the job says. Collective."""
+    job, parts, device = checked.job, checked.parts, start.device
+    with _building(start, checked) as meshes:
+        sums = GradientReducer(parts.compression, meshes)
+        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False), meshes
+
+
+@contextmanager
+def _building(start: Start, checked: CheckedJob) -> Iterator[Meshes]:
+    """A context for the building of a model, on the job's meshes."""
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
+    start.hooks.refuse_differences()
     meshes = build_meshes(layout_of(job, parts, identity.size), device)
-    sums = GradientReducer(parts.compression, meshes)
-    with start.hooks.phase("build", 0):
-        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False), meshes
+    lacking = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
+    with start.hooks.phase("build", 0), lacking:
+        yield meshes
 
 
 def complete(

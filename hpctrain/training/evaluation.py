@@ -3,13 +3,13 @@ would fail there after hours fails at once."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,7 +90,7 @@ def measure(
     asking: Asking | None = None,
     failed: list[str] | None = None,
 ) -> tuple[dict[str, float], int] | None:
-    """What `evaluate` gives, for these micro batches. Collective.
+    """The result of `evaluate`, for these micro batches. Collective.
 
     failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
     """
@@ -106,15 +106,14 @@ def measure(
     ranks = RankFigures[Figure](
         loss=loss_sum * model.loss_share, terms=count * model.loss_share, named=model.named_losses.figures()
     ).exchanged(partial(gather_row, device=model.device))
-    total, terms = sum(one.loss for one in ranks), sum(one.terms for one in ranks)
+    total, terms = sum(rank.loss for rank in ranks), sum(rank.terms for rank in ranks)
     if not terms:
         raise TrainingError("no token or sample of the evaluated split has a label")
-    means = model.named_losses.means([one.named for one in ranks], terms)
-    found = {"loss": total / terms, **means}
+    measured = {"loss": total / terms, **model.named_losses.means([rank.named for rank in ranks], terms)}
     if running:
         mine = [
-            _computed(metric, one, model.batch_group, failed)
-            for metric, one in zip(parts.metrics, running, strict=True)
+            _computed(metric, sums, model.batch_group, failed)
+            for metric, sums in zip(parts.metrics, running, strict=True)
         ]
         everyone: list[tuple[int, list[dict[str, float]], list[str]]] = gather_values((count, mine, failed or []))
         if failed is not None:
@@ -124,8 +123,8 @@ def measure(
         having = [values for counted, values, _ in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             _refuse_different_values(metric, of_ranks)
-        add_measured(found, having[0], parts.model.counts)
-    return found, int(terms)
+        add_measured(measured, having[0], parts.model.counts)
+    return measured, int(terms)
 
 
 def _computed(
@@ -144,13 +143,15 @@ def _computed(
 
 def _refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:
     """Raises ContractError on all ranks unless a metric is equal on all ranks that had outputs. values: by rank."""
-    for found in values[1:]:
-        alike = (
-            math.isclose(found[name], values[0][name], rel_tol=1e-6) or found[name] != found[name] for name in found
-        )
-        if found.keys() != values[0].keys() or not all(alike):
-            told = f"computed {values[0]} on one rank and {found} on another"
-            raise broken(metric, told, "equal values: sum over the group")
+    first = values[0]
+    for others in values[1:]:
+        pair = [*others.values()], [first.get(name, 0.0) for name in others]
+        if others.keys() != first.keys() or not np.allclose(*pair, rtol=1e-6, atol=0.0, equal_nan=True):
+            raise broken(
+                metric,
+                f"computed {first} on one rank and {others} on another",
+                "equal values: sum over the group",
+            )
 
 
 def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
@@ -158,23 +159,22 @@ def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Ba
     if not running:
         return
     whole, target = _whole(outputs), parts.model.target(batch)
-    for metric, one in zip(parts.metrics, running, strict=True):
-        shown = _whole(parts.model.logits(outputs)) if metric.takes_logits else whole
-        one.update(shown, target)
+    for metric, sums in zip(parts.metrics, running, strict=True):
+        sums.update(_whole(parts.model.logits(outputs)) if metric.takes_logits else whole, target)
 
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def add_measured(found: dict[str, float], measured: Iterable[Mapping[str, float]], counts: str) -> None:
-    """Add each metric's values to the losses in `found`. counts: "tokens" or "samples". Raises UsageError for a name that is
+def add_measured(measured: dict[str, float], metrics: Iterable[Mapping[str, float]], counts: str) -> None:
+    """Add each metric's values to the losses in `measured`. counts: "tokens" or "samples". Raises UsageError for a name that is
     taken."""
-    for name, value in (item for values in measured for item in values.items()):
-        if name in found or name in (*_TAKEN, counts):
+    for name, value in (item for values in metrics for item in values.items()):
+        if name in measured or name in (*_TAKEN, counts):
             why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
             raise UsageError(why)
-        found[name] = value
+        measured[name] = value
 
 
 def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
@@ -222,16 +222,15 @@ def look(session: Session) -> None:
             micro = next(loader, None)
         finally:
             loader.close()
-        if sum_of(
-            micro is None or not micro.terms
-        ):  # a short stream, or no label: some metrics need samples on each rank
+        # a short stream, or no label: some metrics need samples on each rank
+        if sum_of(micro is None or not micro.terms):
             return
         assert micro is not None
         position.move("evaluation")
         failed: list[str] = []
         with kept_weights(session), without_trace(session.model.module, session.device):
             measured = measure(session.model, parts, [micro], failed=failed)
-        session.model.named_losses.forget()
+        session.model.named_losses.forget()  # a training may report other losses than an evaluation
     for why in failed:
         session.report.say(f"look         {why}")
     if measured is not None:

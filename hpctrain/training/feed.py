@@ -51,19 +51,17 @@ class Feed:
         split: cuts this rank's part from a micro batch."""
         self._job, self._parts, self._rank, self._ranks, self._device = job, parts, rank, ranks, device
         self._split = split
-        data = open_data(job, parts, node)
-        self._training, self._validation, self._order = data.training, data.validation, data.order
+        self._data = data = open_data(job, parts, node)
         self.samples, self.steps, self.fingerprint = data.samples, data.steps, data.fingerprint
         self._refuse_differences(node)
         self.plan = self._make_plan(data.lengths)
-        self._lengths, self._validation_lengths = data.lengths, data.validation_lengths
         self._pools: dict[Split, Pool] = {}
         self._loader: Loader | None = None
         self._places: StreamPlaces | None = None
-        if isinstance(self._training, Stream):
+        if isinstance(data.training, Stream):
             from hpctrain.data.streams import StreamPlaces  # here and below: most data is no stream
 
-            self._places = StreamPlaces(self._training, rank, ranks, workers_of(job, self._training))
+            self._places = StreamPlaces(data.training, rank, ranks, workers_of(job, data.training))
 
     def _refuse_differences(self, node: str) -> None:
         everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))
@@ -90,17 +88,17 @@ class Feed:
 
     def first_samples(self, count: int) -> tuple[Samples, Lengths]:
         """The samples of a job with batches by tokens, and the lengths of the first of them."""
-        assert isinstance(self._training, Samples) and self._lengths is not None
-        return self._training, self._lengths[:count]
+        assert isinstance(self._data.training, Samples) and self._data.lengths is not None
+        return self._data.training, self._data.lengths[:count]
 
     @property
     def validates(self) -> bool:
         """Whether there are samples to evaluate with."""
-        return self._validation is not None
+        return self._data.validation is not None
 
     def steps_from(self, samples_seen: int) -> int:
         """The number of steps of the job's epochs from this position in the order of the samples."""
-        return steps_of_epochs(self._job, self.samples or 0, self._order, self._lengths, samples_seen)
+        return steps_of_epochs(self._job, self.samples or 0, self._data.order, self._data.lengths, samples_seen)
 
     def samples_of(self, epochs: float) -> float:
         """The samples of so many epochs; 0 if epochs can't be counted."""
@@ -129,11 +127,11 @@ class Feed:
     @property
     def remark(self) -> str:
         """A line for the screen about the data set's own settings that are used; "" for none."""
-        return self._training.remark
+        return self._data.training.remark
 
     def training_loader(self, progress: Progress) -> Loader:
         """The micro batches from here to the last step."""
-        plan = self.plan.training(self._order, progress.samples_seen, progress.steps - progress.step)
+        plan = self.plan.training(self._data.order, progress.samples_seen, progress.steps - progress.step)
         axis = axis_of_one_shape(self._job, self._parts)
         split = self._split if axis is None else OneShape(self._split, axis)
         self._loader = self._load("train", lambda: self._training_pool(progress), plan, split)
@@ -141,8 +139,8 @@ class Feed:
 
     def _training_pool(self, progress: Progress) -> Pool:
         if self._places is None:
-            return make_pool(self._job, self._parts, self._training)
-        collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
+            return make_pool(self._job, self._parts, self._data.training)
+        collate, table = make_collation(self._job, self._parts, self._data.training), self._job.dataset
         seed, name = self._job.job.seed, named(self._parts.dataset, with_version=False)
         done = progress.step * self.plan.micro_batches
         batches = self._places.batches(collate, seed, name, progress.samples_seen, done)
@@ -150,9 +148,9 @@ class Feed:
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
         """This rank's part of the evaluation, or its first `micro_batches`."""
-        source, batches = self._validation, self._job.evaluation.batches
+        source, batches = self._data.validation, self._job.evaluation.batches
         assert source is not None
-        whole = evaluation_plan(self._make_plan(self._validation_lengths), source, batches)
+        whole = evaluation_plan(self._make_plan(self._data.validation_lengths), source, batches)
         plan = islice(whole, micro_batches)
         return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
 

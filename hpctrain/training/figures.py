@@ -15,12 +15,6 @@ from hpctrain.base.devices import is_accelerator, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 
-# keys that only some rows of a step have, for which losses can't be called either
-_SOMETIMES = {
-    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
-    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
-}  # fmt: skip
-
 T = TypeVar("T")
 _LEFT_OUT: Any = 0.0
 _NONE: Any = ()
@@ -84,11 +78,12 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
+        # one exchange of all: each costs a round between the ranks, and on an accelerator a wait for the device
         of_fields = [value if isinstance(value, (list, tuple)) else [value] for value in vars(self).values()]
         return [self._with(row) for row in gather([number for numbers in of_fields for number in numbers])]
 
     def _with(self, row: Sequence[float]) -> RankFigures[float]:
-        """These figures with other numbers in their places."""
+        """The same figures with other numbers in their places."""
         numbers, read = iter(row), dict[str, Any]()
         for name, value in vars(self).items():
             is_sequence = isinstance(value, (list, tuple))
@@ -151,11 +146,3 @@ class NamedLosses:
         """Each name's sum over all ranks' `figures` divided by `count`."""
         sums = [sum(column) for column in zip(*figures, strict=True)]
         return {name: value / count for name, value in zip(self._names or [], sums, strict=True)}
-
-
-def with_named_losses(row: dict[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
-    """A step's row with the losses by name. Raises TrainingError for the name of a key of any row."""
-    taken = [name for name in losses if name in row or name in _SOMETIMES]
-    if taken:
-        raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
-    return {**row, **losses}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from hpctrain.ranks.json_collectives import gather_values
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import Ask, Asking, evaluate, look, refuse_unmeasured
 from hpctrain.training.figures import gather_row
@@ -31,9 +31,7 @@ from hpctrain.training.step import (
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     """Train from the session's step to the last step, or until a signal.
 
-    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `metrics` (the newest step's row),
-    `evaluation` (the metrics of the newest evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C
-    ended the training.
+    The result is that of `hpctrain.run`, with `interrupted`: whether Ctrl-C ended the training.
     """
     progress, begun, asked = session.progress, session.progress.step, partial(level, session, stop)
     losses: list[float] = []
@@ -93,7 +91,7 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     micro_batches = steps.load()
     with position.inside("counting", step):
         # the divisor is known before the first backward, and is the same on every layout
-        count = model.sum_over_batch(sum(micro.terms for micro in micro_batches))
+        count = sum_of(sum(micro.terms for micro in micro_batches), model.batch_group)
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
 

@@ -75,24 +75,26 @@ class PieceTotals:
         """Collective: all ranks must agree on whether any rank holds only a part of a tensor."""
         cut = torch.tensor(int(any(piece.axes for piece in pieces)))
         dist.all_reduce(cut, dist.ReduceOp.MAX)
-        self._cut = bool(cut)
+        self.cut = bool(cut)
+        """Whether ranks hold parts: then their squares add up."""
         firsts = {axes: meshes.counts(axes) for axes in {piece.axes for piece in pieces}}
-        self._counts = [not self._cut or firsts[piece.axes] for piece in pieces]
+        self._counts = [not self.cut or firsts[piece.axes] for piece in pieces]
 
     def square(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """The sum of the squares of `gradients`, one tensor per piece, that this rank counts: a float64 scalar on their device."""
         mine = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
         return _sum_of_squares(mine) if mine else 0.0
 
-    def norms(self, squares: Sequence[float]) -> list[float]:
-        """The 2-norm of the full gradient on each rank, from all ranks' `square`: one norm where ranks hold parts."""
-        if self._cut:
-            return [math.sqrt(sum(squares))] * len(squares)
-        return [math.sqrt(square) for square in squares]
+    def norm(self, squares: Sequence[float], rank: int) -> float:
+        """The 2-norm of the full gradient on this rank, from all ranks' `square`."""
+        if self.cut:
+            return math.sqrt(sum(squares))
+        # one that is not finite counts on all ranks: all leave out the update, or none
+        return math.sqrt(next((square for square in squares if not math.isfinite(square)), squares[rank]))
 
     def merged(self, numbers: dict[str, Any]) -> dict[str, Any]:
         """The merged dicts of all ranks, each with the entries of its own pieces. Collective like the norm."""
-        if not self._cut:
+        if not self.cut:
             return numbers
         return {key: value for one in gather_values(numbers) for key, value in one.items()}
 

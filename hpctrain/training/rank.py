@@ -120,22 +120,16 @@ def exits_refused() -> Iterator[None]:
 
 def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     """Say on the screen how the run ended. seconds: that it took."""
-    directory = session.job.output_dir
+    say, newest, progress = session.report.say, session.newest, session.progress
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED
         why = AS_CANCELLED if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
-        newest = session.newest
         where = "before anything was trained" if newest is None else f"saved in {newest}"
-        session.report.say(f"{STOPPED}{result['step']} of {session.progress.steps}{why}, {where}")
+        say(f"{STOPPED}{result['step']} of {progress.steps}{why}, {where}")
         return
-    if session.progress.step == session.progress.first_step:
-        ended = (
-            "no step was taken"
-            if session.progress.ended
-            else "nothing left to train: raise [job] steps or epochs to continue"
-        )
-        session.report.say(f"{DONE}{result['step']}, {ended}")
-    else:
-        session.report.say(f"{DONE}{result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    newest = session.newest
-    session.report.say(f"results      {directory / 'metrics.jsonl'}{'' if newest is None else f', {newest}'}")
+    end = f"loss {result['loss']:.4f}, {seconds:.0f} s"
+    if progress.step == progress.first_step:
+        left = "nothing left to train: raise [job] steps or epochs to continue"
+        end = "no step was taken" if progress.ended else left
+    say(f"{DONE}{result['step']}, {end}")
+    say(f"results      {session.job.output_dir / 'metrics.jsonl'}{'' if newest is None else f', {newest}'}")

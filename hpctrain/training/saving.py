@@ -44,14 +44,16 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> boo
 
     The result of a background save is reported at the first step after it has ended.
     """
-    final = stop_agreed or session.progress.done or asked
-    if session.progress.ended and not session.control.saves and not asked:
+    progress, table = session.progress, session.job.checkpoint
+    final = stop_agreed or progress.done or asked
+    if progress.ended and not session.control.saves and not asked:
         finish_saving(session, excused=True)
         return False
-    due = final or is_due(session)
-    excused = session.job.checkpoint.on_error == "continue"
+    is_nth = bool(table.every_steps) and progress.step % table.every_steps == 0
+    due = final or is_nth or progress.completes(session.feed.samples_of(table.every_epochs))
+    excused = table.on_error == "continue"
     if due or session.store.is_over():
-        with session.hooks.position.inside("save", session.progress.step):
+        with session.hooks.position.inside("save", progress.step):
             finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
     if due:
         _save(session, final, excused and not final)
@@ -68,13 +70,6 @@ def _save(session: Session, final: bool, excused: bool) -> None:
             session.deadline.saved()
     except (OSError, CheckpointError) as error:
         save_failed(session, session.progress.step, error, excused)
-
-
-def is_due(session: Session) -> bool:
-    """Whether the job asks for a checkpoint of this step."""
-    progress, table = session.progress, session.job.checkpoint
-    is_nth = bool(table.every_steps) and progress.step % table.every_steps == 0
-    return is_nth or progress.completes(session.feed.samples_of(table.every_epochs))
 
 
 def save(session: Session, final: bool) -> None:

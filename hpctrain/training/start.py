@@ -24,7 +24,6 @@ from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
 from hpctrain.job.environment import cached_on_node, described, refuse_shared_caches
 from hpctrain.job.output_lock import OutputLock, set_aside
 from hpctrain.job.raw import RawJob
-from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.accelerators import agree_on_communicator
@@ -163,19 +162,23 @@ def take_directory(start: Start) -> None:
 
 def communicate(start: Start) -> None:
     """Take this rank's device and cores, set torch.distributed up, and prepare the hooks."""
-    job, world, undo = start.checked.job, start.world, start.undo
+    job, parts, world, undo = start.checked.job, start.checked.parts, start.world, start.undo
     if job.job.deterministic:
         from hpctrain.training.determinism import deterministic
 
         undo.enter_context(deterministic())
     undo.enter_context(_retold(start))
-    start.checked, card = _with_communicator(world, start.checked)
-    communicator = start.checked.parts.communicator
-    start.device = take_device(world, communicator, card)
+    agreed = agree_on_communicator(world, parts.communicator, parts.communicators, job.communicator.device)
+    if agreed.remark and world.identity.rank == 0:
+        tell(f"hpctrain: warning: {agreed.remark}")
+    start.checked = replace(start.checked, parts=replace(parts, communicator=agreed.communicator))
+    start.device = take_device(world, agreed.communicator, agreed.accelerator)
     # before there are threads that compute
     start.cores = undo.enter_context(bound(world, job.job.cpu_bind)).told
-    start_communication(world, communicator, _patience(job))
-    parts = start.checked.parts
+    patience = job.communicator.timeout_seconds  # after the first step, the watchdog's is shorter
+    if job.compile.enabled and "timeout_seconds" not in job.communicator.model_fields_set:
+        patience = max(patience, _COMPILATION)
+    start_communication(world, agreed.communicator, patience)
     start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)
     start.hooks.position.compiles = job.compile.enabled
     undo.push(partial(_clear_caches, start))
@@ -246,22 +249,6 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
         for remark in checked.registry.notes():
             tell(f"hpctrain: warning: {remark}")
     return checked
-
-
-def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, int | None]:
-    """The job with the communicator that all ranks take, and the index of this rank's accelerator. Collective."""
-    parts, device = checked.parts, checked.job.communicator.device
-    agreed = agree_on_communicator(world, parts.communicator, parts.communicators, device)
-    if agreed.remark and world.identity.rank == 0:
-        tell(f"hpctrain: warning: {agreed.remark}")
-    return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
-
-
-def _patience(job: Job) -> float:
-    """The time limit of communications in seconds. After the first step, the watchdog's is shorter."""
-    table = job.communicator
-    waits = job.compile.enabled and "timeout_seconds" not in table.model_fields_set
-    return max(table.timeout_seconds, _COMPILATION) if waits else table.timeout_seconds
 
 
 def _set_aside(directory: Path) -> None:

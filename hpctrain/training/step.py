@@ -22,7 +22,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.model.refusals import refuse_different_norms
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import STOPPED, StopRequest
-from hpctrain.training.figures import Figure, RankFigures, with_named_losses
+from hpctrain.training.figures import Figure, RankFigures
 from hpctrain.training.guard.judging import StepFigures, Verdict, remedy_for
 from hpctrain.training.restoring import roll_back
 from hpctrain.training.saving import finish_saving
@@ -31,6 +31,11 @@ from hpctrain.training.trained_model import TrainedModel
 
 LOG = logging.getLogger("hpctrain")
 
+# keys that only some rows of a step have, for which losses can't be called either
+_SOMETIMES = {
+    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
+    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
+}  # fmt: skip
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -52,10 +57,10 @@ def figures_of_update(
     blocks."""
     model.refuse_other_routes([one.route for one in ranks])
     losses = [one.loss for one in ranks]
-    norms = model.totals.norms([one.square for one in ranks])
-    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
-    if math.isfinite(norm) and not model.parts.sharding.ranks_diverge:
-        refuse_different_norms(model.parts, norms, model.scaler.scale)
+    squares = [one.square for one in ranks]
+    norm = model.totals.norm(squares, session.identity.rank)
+    if math.isfinite(norm) and not (model.totals.cut or model.parts.sharding.ranks_diverge):
+        refuse_different_norms(model.parts, [math.sqrt(square) for square in squares], model.scaler.scale)
     overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
     return StepFigures(session.progress.step + 1, sum(losses) / divisor, norm, losses, overflow)
 
@@ -181,7 +186,7 @@ class Steps:
         named: Mapping[str, float],
         others: Mapping[str, Update],
     ) -> tuple[dict[str, Any], str]:
-        """The row, and the runner's remark for the screen. Arguments as for `end`."""
+        """The row, and the runner's remark for the screen. docs/metrics.md says what each key is. Arguments as for `end`."""
         session, model, figures = self.session, self.session.model, update.figures
         seconds = time.perf_counter() - self._begin
         means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
@@ -204,7 +209,11 @@ class Steps:
             **model.guard.metrics(update.verdict),
         }
         row = {key: value for key, value in row.items() if value is not None}
-        row = with_named_losses(row, {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}})
+        losses = {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}}
+        taken = [name for name in losses if name in row or name in _SOMETIMES]
+        if taken:
+            raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
+        row |= losses
         row |= {f"lr_{name}": one.lr for name, one in others.items()}
         row |= {f"grad_norm_{name}": one.figures.norm for name, one in others.items()}
         return row, remark
@@ -225,7 +234,11 @@ class Steps:
             from hpctrain.training.guard.first_nonfinite import nonfinite_samples
 
             samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
-        why = _reasons(session, model, verdict, samples)
+        why = "; ".join([verdict.said, *([samples] if samples else [])])
+        if verdict.cause == "non_finite":
+            from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
+
+            why = f"{why}; {first_nonfinite(model, verdict.figures.losses, session.identity)}"
         if verdict.action in ("warn", "skip"):
             left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
             session.report.say(f"guard        step {step}{left_out}: {why}")
@@ -238,16 +251,6 @@ class Steps:
             return True
         remedy = remedy_for(verdict, newest is not None, samples is not None)
         raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})")
-
-
-def _reasons(session: Session, model: TrainedModel, verdict: Verdict, samples: str | None) -> str:
-    """Clauses about what the guard has found. samples: one about the step's samples. Collective."""
-    if verdict.cause == "loss_spike":
-        return verdict.said
-    from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
-
-    clauses = [verdict.said, *([samples] if samples else [])]
-    return "; ".join([*clauses, first_nonfinite(model, verdict.figures.losses, session.identity)])
 
 
 def start_hooks(session: Session) -> None:

@@ -249,10 +249,6 @@ class TrainedModel:
             # as bytes: not every backend knows every dtype, and a mask is bool
             dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self.batch_group)
 
-    def sum_over_batch(self, value: int) -> int:
-        """The sum over the ranks that hold different parts of the global batch."""
-        return sum_of(value, self.batch_group)
-
     def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
@@ -281,6 +277,7 @@ class TrainedModel:
 
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces, without the loss scale."""
+        # each piece has one after `synchronize`, zeros where the loss did not reach it
         gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
         if gradients and self.scaler.scale != 1:  # a rank may hold no pieces
             foreach_mul_(gradients, 1.0 / self.scaler.scale)

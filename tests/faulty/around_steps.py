@@ -102,7 +102,7 @@ class MetricOfARank(_Metric):
             return {"rank": float(dist.get_rank())}
 
 
-@metric("goes on after a resume as if nothing had been")
+@metric("measures alike in other batches")
 class MetricThatGoesOn(_Metric):
     def start(self):
         return self.only

@@ -7,7 +7,6 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from math import prod
 
 import psutil  # type: ignore[import-untyped]
@@ -65,7 +64,11 @@ def shortage(error: BaseException, device: torch.device) -> str:
         size = f"{float(asked[1]) / 2**30:.2f} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
         told = f"asked for {size}"
     if not isinstance(error, torch.OutOfMemoryError):
-        return f"{told}, {_on_this_machine()}"
+        memory, limit = psutil.virtual_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]
+        has_limit = limit != resource.RLIM_INFINITY
+        limited = f"; this process may take {limit / 2**30:.2f} GiB (ulimit -v)" if has_limit else ""
+        free, total = (f"{one / 2**30:.2f} GiB" for one in (memory.available, memory.total))
+        return f"{told}, {free} of {total} are free on the machine{limited}"
     left = memory_left(device)
     if left is None:
         return told
@@ -73,44 +76,25 @@ def shortage(error: BaseException, device: torch.device) -> str:
     return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}"
 
 
-def _on_this_machine() -> str:
-    """The machine's memory, and the limit of this process if it has one."""
-    memory, limit = psutil.virtual_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]
-    limited = "" if limit == resource.RLIM_INFINITY else f"; this process may take {limit / 2**30:.2f} GiB (ulimit -v)"
-    return f"{memory.available / 2**30:.2f} GiB of {memory.total / 2**30:.2f} GiB are free on the machine{limited}"
-
-
 def advice(job: Job, parts: Parts, ranks: int, device: torch.device, has_batch: bool = True) -> str:
     """The settings that would help, without those that are on, the cheapest first."""
     different = ranks // prod(job.parallelism[name].size for name in parts.parallelism)
-    asked = [*([parts.activation_checkpointing] if has_batch else []), parts.sharding, *parts.parallelism.values()]
-    found = [
-        *chain.from_iterable(plugin.memory_advice(different, device) for plugin in asked),
-        *([*_batch(job), *_sequence(job, parts)] if has_batch else []),
-        *_layout(job, parts),
-    ]
-    return f"what helps, the cheapest first: {'; '.join(found)}" if found else "use more ranks, or a smaller model"
-
-
-def _batch(job: Job) -> list[str]:
-    size, tokens = job.batch.micro_size, job.batch.micro_tokens
-    if tokens is not None:
-        return [f"[batch] micro_tokens below {tokens}"]
-    if size is None or size == 1:
-        return []
-    smaller = next(one for one in range(size // 2, 0, -1) if size % one == 0)
-    return [f"[batch] micro_size = {smaller}, found {size}"]
-
-
-def _sequence(job: Job, parts: Parts) -> list[str]:
-    if not isinstance(parts.model, TokenModel):
-        return []
-    return [f"[dataset] seq_length below {job.dataset.seq_length or parts.model.max_seq_length}"]
-
-
-def _layout(job: Job, parts: Parts) -> list[str]:
+    plugins = [*([parts.activation_checkpointing] if has_batch else []), parts.sharding, *parts.parallelism.values()]
+    settings = [setting for plugin in plugins for setting in plugin.memory_advice(different, device)]
+    size, tokens = job.batch.micro_size or 1, job.batch.micro_tokens
+    if has_batch and tokens is not None:
+        settings.append(f"[batch] micro_tokens below {tokens}")
+    elif has_batch and size > 1:
+        smaller = next(one for one in range(size // 2, 0, -1) if size % one == 0)
+        settings.append(f"[batch] micro_size = {smaller}, found {size}")
+    if has_batch and isinstance(parts.model, TokenModel):
+        settings.append(f"[dataset] seq_length below {job.dataset.seq_length or parts.model.max_seq_length}")
     kinds = {"tensor": TensorParallelModel, "context": ContextParallelModel, "pipeline": PipelineModel}
     if is_reference(job.model.name):
         del kinds["pipeline"]  # of these, only an nn.Sequential has pipeline stages
     axes = [name for name, kind in kinds.items() if isinstance(parts.model, kind) and name not in parts.parallelism]
-    return [f"[parallelism] {' or '.join(f'{name} = 2' for name in axes)}"] if axes else []
+    if axes:
+        settings.append(f"[parallelism] {' or '.join(f'{name} = 2' for name in axes)}")
+    return (
+        f"what helps, the cheapest first: {'; '.join(settings)}" if settings else "use more ranks, or a smaller model"
+    )

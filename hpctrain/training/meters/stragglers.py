@@ -46,6 +46,7 @@ class _Stretch:
 
     def add(self, rank: int | None, excess: float, seconds: float) -> tuple[int, float] | None:
         """The rank that is slow, and its mean excess, after another step. rank: the slow one in that step, if there is one."""
+        # in stretches, as a look at a sliding window would cost more in each step than short steps take
         self._steps.append((rank, excess))
         self._seconds += seconds
         if len(self._steps) >= _STEPS and self._seconds >= _SPAN:
