@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import HashStore
 import hpctrain.mpi
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.hookspecs import hookimpl
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.hookspecs import hookimpl
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
 from hpctrain.training.start import Start

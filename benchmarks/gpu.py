@@ -35,10 +35,10 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import Batch, MetaModel
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step

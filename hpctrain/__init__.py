@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain_tools.plan.plan import plan
 
     from hpctrain.job.tables import Job
-    from hpctrain.library.loop import Loop, own_loop
+    from hpctrain.own_loops.loop import Loop, own_loop
     from hpctrain.training.loading import load
     from hpctrain.training.meters.memory import memory
     from hpctrain.training.rank import run
@@ -37,10 +37,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 _HOMES = {
     "Job": "hpctrain.job.tables",
-    "Loop": "hpctrain.library.loop",
+    "Loop": "hpctrain.own_loops.loop",
     "load": "hpctrain.training.loading",
     "memory": "hpctrain.training.meters.memory",
-    "own_loop": "hpctrain.library.loop",
+    "own_loop": "hpctrain.own_loops.loop",
     "plan": "hpctrain_tools.plan.plan",
     "run": "hpctrain.training.rank",
 }

@@ -122,7 +122,6 @@ from hpctrain.model.parameters import named_tensors, tie, tied_parameters
 from hpctrain.model.trials import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
-from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.backends import gloo_backend, mpi_backend
 from hpctrain.ranks.json_collectives import (
     Outcome,
@@ -133,6 +132,7 @@ from hpctrain.ranks.json_collectives import (
     gather_values,
     scatter_outcomes,
 )
+from hpctrain.registry.hookspecs import hookimpl
 
 __all__ = [
     "EXIT_ENVIRONMENT",

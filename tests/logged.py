@@ -13,7 +13,7 @@ from typing import Any
 from jobs import TINY
 
 import hpctrain
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 
 
 def train(steps: int, *loggers: dict[str, Any], **tables: dict[str, Any]) -> dict[str, Any]:

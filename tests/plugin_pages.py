@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.plugins.hookspecs import CommandHook
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.hookspecs import CommandHook
+from hpctrain.registry.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "plugins"
 CONTRACTS = ROOT / "hpctrain" / "contracts"
-HOOKS = ROOT / "hpctrain" / "plugins" / "hookspecs.py"
+HOOKS = ROOT / "hpctrain" / "registry" / "hookspecs.py"
 _LONG = 100
 """The length from which inline code may be broken into lines."""
 PAGES = {

@@ -22,8 +22,8 @@ from hpctrain_tools.listing import Option, describe_keys, describe_options
 from hpctrain.cli import GROUPS, cli
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.job.tables import Job
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -32,8 +32,8 @@ LATE = {
     "Job": ("hpctrain.job.tables", "Job"),
     "load": ("hpctrain.training.loading", "load"),
     "memory": ("hpctrain.training.meters.memory", "memory"),
-    "own_loop": ("hpctrain.library.loop", "own_loop"),
-    "Loop": ("hpctrain.library.loop", "Loop"),
+    "own_loop": ("hpctrain.own_loops.loop", "own_loop"),
+    "Loop": ("hpctrain.own_loops.loop", "Loop"),
     "plan": ("hpctrain_tools.plan.plan", "plan"),
     "run": ("hpctrain.training.rank", "run"),
 }

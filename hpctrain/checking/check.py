@@ -29,10 +29,10 @@ from hpctrain.model.build import build_on_meta
 from hpctrain.model.mesh import layout_of, plan_of
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.trials import refuse_hidden_state
-from hpctrain.plugins.blame import raised_in, retell_plugin_error
-from hpctrain.plugins.entry_points import entry_points
-from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.detection import torchrun_variables
+from hpctrain.registry.blame import raised_in, retell_plugin_error
+from hpctrain.registry.entry_points import entry_points
+from hpctrain.registry.registry import Registry, build_registry
 
 __all__ = ["CheckedJob", "check"]
 

@@ -13,9 +13,9 @@ from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.raw import dotted
 from hpctrain.job.tables import Job
 from hpctrain.job.toml import Key
-from hpctrain.plugins.blame import raised_in, retell_plugin_error
-from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import TABLES, Slot
+from hpctrain.registry.blame import raised_in, retell_plugin_error
+from hpctrain.registry.registry import Registry
+from hpctrain.registry.slots import TABLES, Slot
 
 
 @dataclass(frozen=True)

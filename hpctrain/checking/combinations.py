@@ -19,7 +19,7 @@ from hpctrain.model.refusals import (
     refuse_unsaved_buffers,
     refuse_untrained,
 )
-from hpctrain.plugins.user_code import is_reference
+from hpctrain.registry.user_code import is_reference
 
 Problems = Iterator[PlacedProblem]
 

@@ -14,10 +14,10 @@ from hpctrain.job.problems import PlacedProblem, inner_table, keys_below, proble
 from hpctrain.job.raw import RawJob, dotted
 from hpctrain.job.tables import ParameterGroup
 from hpctrain.job.toml import Key
-from hpctrain.plugins.blame import raised_in
-from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import SLOTS, TABLES, Slot, choice_of, table_class
-from hpctrain.plugins.user_code import as_plugin, is_reference
+from hpctrain.registry.blame import raised_in
+from hpctrain.registry.registry import Registry
+from hpctrain.registry.slots import SLOTS, TABLES, Slot, choice_of, table_class
+from hpctrain.registry.user_code import as_plugin, is_reference
 
 
 class PartsMaker:

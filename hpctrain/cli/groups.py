@@ -10,8 +10,8 @@ from importlib import import_module
 import click
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.plugins.entry_points import RAISED, ModuleSource, entry_points, usable_module
-from hpctrain.plugins.hookspecs import PROJECT
+from hpctrain.registry.entry_points import RAISED, ModuleSource, entry_points, usable_module
+from hpctrain.registry.hookspecs import PROJECT
 
 GROUPS = ("bench", "checkpoint")
 """hpctrain's own commands that take commands of plugins."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # commands load plugins of schedulers without torch
     import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_FOREIGN = "hpctrain.plugins.user_code."
+_FOREIGN = "hpctrain.registry.user_code."
 
 
 class Options(BaseModel):

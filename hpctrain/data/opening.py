@@ -29,7 +29,7 @@ from hpctrain.data.refusals import (
 from hpctrain.data.shapes import capacity, sequence_multiple
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.plugins.user_code.reference import is_reference
+from hpctrain.registry.user_code.reference import is_reference
 
 if TYPE_CHECKING:
     from hpctrain.data.tokens import TokenPlan

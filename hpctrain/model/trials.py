@@ -18,7 +18,7 @@ from hpctrain.base.torch_private import buffers_of
 from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, tensors_in, trained_loss
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plugin import broken
-from hpctrain.plugins.user_code.model import UserModel
+from hpctrain.registry.user_code.model import UserModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

@@ -16,7 +16,7 @@ from hpctrain.base.errors import (
 )
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example, say, set_option
-from hpctrain.plugins.hookspecs import hookimpl
+from hpctrain.registry.hookspecs import hookimpl
 
 __all__ = [
     "EXIT_CANCELLED",

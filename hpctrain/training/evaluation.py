@@ -25,8 +25,8 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.trials import without_trace
-from hpctrain.plugins.blame import is_communication
 from hpctrain.ranks.json_collectives import gather_values, sum_of
+from hpctrain.registry.blame import is_communication
 from hpctrain.training.figures import Figure, RankFigures, gather_row
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session

@@ -24,9 +24,9 @@ from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_whole, given_names, source_of
 from hpctrain.model.parameters import named_tensors, tied_parameters
-from hpctrain.plugins.user_code.python_objects import given_objects
-from hpctrain.plugins.user_code.reference import OBJECTS
 from hpctrain.ranks.json_collectives import world_group
+from hpctrain.registry.user_code.python_objects import given_objects
+from hpctrain.registry.user_code.reference import OBJECTS
 
 
 def load(

@@ -16,8 +16,8 @@ from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.shapes import Packing, Padding, make_collation, ranks_of_a_sample
 from hpctrain.model.trials import without_trace
-from hpctrain.plugins.blame import users_code
 from hpctrain.ranks.json_collectives import sum_of
+from hpctrain.registry.blame import users_code
 from hpctrain.training.evaluation import kept_weights
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session

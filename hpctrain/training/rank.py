@@ -18,10 +18,10 @@ from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
-from hpctrain.plugins.blame import retell_model_error
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import RankChannel, own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
+from hpctrain.registry.blame import retell_model_error
 from hpctrain.training.assembly import assemble
 from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED
 from hpctrain.training.loop import train
@@ -77,7 +77,7 @@ def _plain(job: Job | Mapping[str, Any]) -> AbstractContextManager[dict[str, Any
     """The tables of a job, with references in place of objects."""
     if isinstance(job, Job):
         return nullcontext(job.model_dump(mode="json", exclude_unset=True))
-    from hpctrain.plugins.user_code.python_objects import given_objects  # here: a job file has none
+    from hpctrain.registry.user_code.python_objects import given_objects  # here: a job file has none
 
     return given_objects(job)
 

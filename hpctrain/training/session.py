@@ -15,8 +15,8 @@ from hpctrain.contracts.life_cycle import Control, PluginState
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
 from hpctrain.training.meters.meters import Meters

@@ -24,8 +24,6 @@ from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
 from hpctrain.job.environment import cached_on_node, described, refuse_shared_caches
 from hpctrain.job.output_lock import OutputLock, set_aside
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.blame import retell_model_error, retell_plugin_error
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.accelerators import agree_on_communicator
 from hpctrain.ranks.binding import bound
 from hpctrain.ranks.detection import fallback_notice, torchrun_variables
@@ -37,6 +35,8 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.monitor import watched
 from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.registry.blame import retell_model_error, retell_plugin_error
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
 

@@ -34,9 +34,9 @@ from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
 from hpctrain.model.trials import Build, refuse_hidden_state, try_loss, updates_parts_alike
-from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.reference import is_reference
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
+from hpctrain.registry.life_cycle import LifeCycle
+from hpctrain.registry.user_code.reference import is_reference
 from hpctrain.training.figures import NamedLosses
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.over_ranks import FullParameters, PieceTotals

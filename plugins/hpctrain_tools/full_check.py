@@ -28,7 +28,7 @@ from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.build import given_names
 from hpctrain.model.parameters import tied_parameters, trained_names
-from hpctrain.plugins.registry import Registry
+from hpctrain.registry.registry import Registry
 from hpctrain_tools.checkpoint.writing import alone
 
 # the share of lr that a schedule is expected to reach

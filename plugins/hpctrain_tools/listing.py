@@ -9,8 +9,8 @@ from typing import Any
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.cli.groups import OfferedCommand
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.entry_points import COMMAND
-from hpctrain.plugins.registry import Registry
+from hpctrain.registry.entry_points import COMMAND
+from hpctrain.registry.registry import Registry
 
 
 @dataclass(frozen=True)

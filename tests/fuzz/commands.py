@@ -17,7 +17,7 @@ import pytest
 from mutants import lay_out
 
 from hpctrain.cli import execute
-from hpctrain.plugins import discovery
+from hpctrain.registry import discovery
 
 BYTES = 2 << 30
 """More than any small job needs to be checked or trained."""

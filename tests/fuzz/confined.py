@@ -97,7 +97,7 @@ def _serve() -> None:
 
     from hpctrain.checkpoint import finding  # noqa: F401
     from hpctrain.cli import cli
-    from hpctrain.plugins import registry
+    from hpctrain.registry import registry
     from hpctrain.training import rank  # noqa: F401
 
     torch.set_num_threads(1)
@@ -188,7 +188,7 @@ def _restore(path: Path) -> int:
     from hpctrain.base.errors import HpctrainError
     from hpctrain.checkpoint.finding import find_checkpoint
     from hpctrain.checkpoint.store import CheckpointStore
-    from hpctrain.plugins.registry import build_registry
+    from hpctrain.registry.registry import build_registry
 
     formats = build_registry(()).instances("checkpoint")
     whole = find_checkpoint(Path("whole"), formats)

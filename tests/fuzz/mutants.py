@@ -17,8 +17,8 @@ from jobs import TINY
 from hpctrain.checking.check import check
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import UserDataset
+from hpctrain.registry.user_code.dataset import UserDataset
 
 
 class Averaging(nn.Module):

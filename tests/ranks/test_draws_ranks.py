@@ -14,7 +14,7 @@ from training import train_here
 
 from hpctrain.base.draws import Draws
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import UserDataset
+from hpctrain.registry.user_code.dataset import UserDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -11,7 +11,7 @@ from modules import both_splits, built, sequence_of_halves, two_losses
 from training import job, nightly, train_here
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import UserDataset
+from hpctrain.registry.user_code.dataset import UserDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -20,8 +20,8 @@ from training import Rows, job, session_of, train_here
 
 from hpctrain.api import hookimpl
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.plugins.blame import retell_model_error
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.blame import retell_model_error
 from hpctrain.training.loop import train
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]

@@ -22,8 +22,8 @@ from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.contracts.dataset import Samples
 from hpctrain.data.order import SampleOrder
 from hpctrain.model.batch_norm import synchronize_batch_norms
-from hpctrain.plugins.user_code.dataset import UserDataset
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.user_code.dataset import UserDataset
 from hpctrain.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("world")

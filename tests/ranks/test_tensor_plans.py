@@ -24,7 +24,7 @@ from training import job, session_of, train_here
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import TensorParallelModel
 from hpctrain.job.problems import JobError
-from hpctrain.plugins.user_code.model import UserModel
+from hpctrain.registry.user_code.model import UserModel
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from training import Rows, job, nightly, own_device, session_of
 
-from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.hookspecs import hookimpl
 from hpctrain.training.loop import train
 from hpctrain.training.meters import stragglers
 from hpctrain.training.meters.clock import PARTS

@@ -16,12 +16,12 @@ from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.hookspecs import hookimpl
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.registry.hookspecs import hookimpl
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session

@@ -18,7 +18,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.user_code.model import UserModel
+from hpctrain.registry.user_code.model import UserModel
 
 LAYERS = 12
 TABLES: dict[str, Any] = {

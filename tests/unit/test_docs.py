@@ -16,8 +16,8 @@ import yaml
 
 from hpctrain.base import errors
 from hpctrain.job.tables import Job
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = "https://github.com/hpctrain/hpctrain/blob/main/"

@@ -22,9 +22,9 @@ from sources import sources
 import hpctrain.api
 from hpctrain.cli import cli
 from hpctrain.job.tables import Job
-from hpctrain.plugins.hookspecs import CommandHook, LifeCycleHooks
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.hookspecs import CommandHook, LifeCycleHooks
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]

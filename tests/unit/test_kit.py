@@ -19,8 +19,8 @@ from jobs import TINY
 import hpctrain
 from hpctrain.api import EnvironmentUnfitError, Plugin, UsageError
 from hpctrain.cli import cli
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = ["HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel"]

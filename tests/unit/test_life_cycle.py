@@ -15,7 +15,7 @@ from jobs import TINY
 import hpctrain
 from hpctrain.base.errors import CheckpointError, HpctrainError, TrainingError, UsageError
 from hpctrain.contracts.life_cycle import Control
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 
 PATIENCE = """
 import torch

@@ -27,11 +27,11 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.blame import failing_layer
-from hpctrain.plugins.user_code.dataset import UserDataset
-from hpctrain.plugins.user_code.samples import UserSamples
 from hpctrain.ranks.watchdog.position import Position
 from hpctrain.ranks.watchdog.status import status_of
+from hpctrain.registry.blame import failing_layer
+from hpctrain.registry.user_code.dataset import UserDataset
+from hpctrain.registry.user_code.samples import UserSamples
 
 OWN = '''
 import os

@@ -19,9 +19,9 @@ from torch.nn.functional import mse_loss
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.library.jobs import check_model, job_tables
-from hpctrain.library.loop import Loop
-from hpctrain.plugins.user_code.python_objects import given_objects
+from hpctrain.own_loops.jobs import check_model, job_tables
+from hpctrain.own_loops.loop import Loop
+from hpctrain.registry.user_code.python_objects import given_objects
 
 DATA = [(one, one.sum(0, keepdim=True).sin()) for one in torch.randn(64, 3, generator=torch.Generator().manual_seed(1))]
 

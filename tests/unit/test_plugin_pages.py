@@ -12,8 +12,8 @@ import tomli
 from plugin_pages import HOME
 
 import hpctrain
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.slots import SLOTS
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

@@ -16,7 +16,7 @@ from hpctrain_tools.submit.record import Submission
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.cli import cli, execute
 from hpctrain.contracts.scheduler import JOB_FILE
-from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.registry.registry import Registry, build_registry
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl

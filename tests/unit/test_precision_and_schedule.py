@@ -17,7 +17,7 @@ from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 
 REGISTRY = build_registry()
 
@@ -163,7 +163,7 @@ _PEAKS = """
 import json, sys, torch
 from hpctrain_tools.plan.torch_fake import fake_tensors
 from hpctrain_tools.plan.accelerator import KIND, planned_accelerator
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 from hpctrain.training.meters.meters import peak_flops
 
 device = planned_accelerator()

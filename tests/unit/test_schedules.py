@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 import hpctrain
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.contracts.optimization import Schedule
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.user_code.optimization import UserSchedule
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.user_code.optimization import UserSchedule
 
 REGISTRY = build_registry()
 STEPS = 40

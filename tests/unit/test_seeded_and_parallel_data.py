@@ -20,7 +20,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 
 REGISTRY = build_registry()
 

@@ -22,7 +22,7 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.user_code.samples import UserStream
+from hpctrain.registry.user_code.samples import UserStream
 
 OWN = '''
 import random

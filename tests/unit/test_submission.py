@@ -31,10 +31,10 @@ from hpctrain.base.errors import UsageError
 from hpctrain.cli import execute
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.registry.registry import build_registry
+from hpctrain.registry.user_code.python_objects import given_objects
 from hpctrain.training.rank import run_rank
 
 MISTAKES = {

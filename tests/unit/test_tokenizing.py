@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 from hpctrain.toolkit.cache import kept
 
 REGISTRY = build_registry()

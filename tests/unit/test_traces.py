@@ -33,9 +33,9 @@ import hpctrain
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.cli import execute
 from hpctrain.contracts.identity import Identity
-from hpctrain.plugins.hookspecs import hookimpl
-from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.hookspecs import hookimpl
+from hpctrain.registry.life_cycle import LifeCycle
+from hpctrain.registry.registry import build_registry
 
 BASE = 1_790_857_026_000_000_000
 

@@ -27,7 +27,7 @@ from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.refusals import refuse_embeddings
 from hpctrain.model.trials import updates_parts_alike
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 from hpctrain.training import starts
 
 

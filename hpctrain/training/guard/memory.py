@@ -18,7 +18,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.plugins.user_code import is_reference
+from hpctrain.registry.user_code import is_reference
 
 LOG = logging.getLogger("hpctrain")
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import allow_tf32, is_accelerator, mark, memory_left, seconds_between
 from hpctrain.contracts.life_cycle import Control
-from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.json_collectives import broadcast_value, gather_values
+from hpctrain.registry.hookspecs import hookimpl
 from hpctrain.training.rank import run
 from hpctrain_tools.plan.watch import Watch
 

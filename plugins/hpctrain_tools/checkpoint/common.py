@@ -42,7 +42,7 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 if TYPE_CHECKING:
     from hpctrain.checkpoint.finding import Checkpoint
     from hpctrain.contracts.checkpoint import CheckpointFormat
-    from hpctrain.plugins.registry import Registry
+    from hpctrain.registry.registry import Registry
 
 PATH = click.Path(path_type=Path)
 
@@ -68,7 +68,7 @@ class Formats:
     @cached_property
     def registry(self) -> Registry:
         """All plugins."""
-        from hpctrain.plugins.registry import build_registry
+        from hpctrain.registry.registry import build_registry
 
         return build_registry(self._modules)
 

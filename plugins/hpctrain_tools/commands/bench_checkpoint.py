@@ -34,7 +34,7 @@ def command(ranks: int, size: str, name: str, directory: Path, rounds: int, as_j
 
     Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """
-    from hpctrain.plugins.registry import build_registry
+    from hpctrain.registry.registry import build_registry
 
     try:
         nbytes = TypeAdapter(ByteSize).validate_python(size)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
     """List every plugin by slot and every command of a plugin, with distribution, entry point and state."""
-    from hpctrain.plugins.registry import build_registry
+    from hpctrain.registry.registry import build_registry
     from hpctrain_tools.listing import list_commands, list_plugins
 
     ctx.obj = registry = build_registry(load)
@@ -48,9 +48,9 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
 def show(registry: object, slot: str, name: str) -> None:
     """Describe the plugin NAME of SLOT and its options, with types, defaults, units and help."""
     from hpctrain.base.errors import UsageError
-    from hpctrain.plugins.entry_points import COMMAND
-    from hpctrain.plugins.registry import Registry
-    from hpctrain.plugins.slots import SLOTS
+    from hpctrain.registry.entry_points import COMMAND
+    from hpctrain.registry.registry import Registry
+    from hpctrain.registry.slots import SLOTS
     from hpctrain_tools.listing import describe_options
 
     assert isinstance(registry, Registry)
@@ -72,7 +72,7 @@ def show(registry: object, slot: str, name: str) -> None:
 def new(slot: str, name: str, to: Path | None) -> None:
     """Write a package with the plugin NAME of SLOT: class, test, README and workflow. It passes `check_plugin` at once."""
     from hpctrain.base.errors import UsageError
-    from hpctrain.plugins.slots import SLOTS
+    from hpctrain.registry.slots import SLOTS
     from hpctrain_tools.testing.package import write_package
 
     if slot not in SLOTS:

@@ -13,12 +13,12 @@ from typing import Any
 from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
-from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.failure import ignore_terminate, limited, met
 from hpctrain.ranks.meeting import World, start_communication, take_device
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.registry.registry import Registry, build_registry
 from hpctrain_tools.doctor import communication, directory, launch, node
 from hpctrain_tools.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
 from hpctrain_tools.doctor.variables import settings

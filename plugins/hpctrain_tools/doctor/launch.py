@@ -12,8 +12,8 @@ import torch
 from hpctrain.base.errors import EnvironmentUnfitError, escaped
 from hpctrain.base.launcher_variables import launcher_name, pmi_name, slurm_allocation_tasks
 from hpctrain.contracts.identity import Identity
-from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.detection import fallback_notice
+from hpctrain.registry.registry import Registry
 from hpctrain.version import __version__
 from hpctrain_tools.doctor.findings import Finding
 

@@ -11,11 +11,11 @@ from hpctrain.base.errors import EXIT_DONE
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.failure import end_on_signals
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import labelled_prints
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.rank import exits_refused
 from hpctrain.training.start import Start, agree, communicate, meet, started
 

@@ -15,9 +15,9 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import make_plan, open_split
 from hpctrain.data.shapes import ranks_of_a_sample
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import world_group
 from hpctrain.ranks.meeting import World
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.evaluation import evaluate
 from hpctrain.training.feed import evaluation_plan, make_loader, make_pool
 from hpctrain.training.trained_model import TrainedModel

@@ -21,9 +21,9 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values, world_group
 from hpctrain.ranks.meeting import World
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.trained_model import TrainedModel
 
 # share of the logits' range by which they may differ: the rounding of 16 bits

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from hpctrain.base.child_python import words_behind
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
-from hpctrain.plugins.entry_points import entry_points
 from hpctrain.ranks.signals import ANSWERED
+from hpctrain.registry.entry_points import entry_points
 from hpctrain_tools.launch.mpi_library import ask_library
 from hpctrain_tools.launch.processes import StartRank, spawn
 
@@ -61,8 +61,8 @@ def prepare(command: str, tables: Mapping[str, Any]) -> StartRank:
 
 def _preload(command: str, tables: Mapping[str, Any]) -> None:
     from hpctrain.base.torch_private import delay_compiler
-    from hpctrain.plugins.registry import OWN
-    from hpctrain.plugins.slots import TABLES, choice_of
+    from hpctrain.registry.registry import OWN
+    from hpctrain.registry.slots import TABLES, choice_of
 
     ours = [source for source in entry_points() if source.distribution == OWN]
     tool = next((source.module for source in ours if source.command == command), f"hpctrain.cli.{command}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.job.raw import RawJob, merge
-from hpctrain.plugins.registry import build_registry
+from hpctrain.registry.registry import build_registry
 
 _MODES = "none", "selective", "full"
 _LARGEST_AXIS = 64

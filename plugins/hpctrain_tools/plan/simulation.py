@@ -27,8 +27,8 @@ from hpctrain.data.loader import Loader
 from hpctrain.model.build import InitialValues, build_on_meta
 from hpctrain.model.mesh import Layout, Meshes, layout_of, unconnected_meshes
 from hpctrain.model.parameters import tie, tied_parameters
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.meters.meters import Meters

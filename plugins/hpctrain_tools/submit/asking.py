@@ -27,7 +27,7 @@ from hpctrain.job.toml import parse
 from hpctrain_tools.submit.record import Submission, cancelled, newest
 
 if TYPE_CHECKING:
-    from hpctrain.plugins.registry import Registry
+    from hpctrain.registry.registry import Registry
 
 _WORDS = get_args(get_type_hints(JobState)["word"])
 
@@ -78,7 +78,7 @@ class Submitted:
     @contextmanager
     def scheduler(self) -> Iterator[Scheduler]:
         """The scheduler. Its errors become sentences."""
-        from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
+        from hpctrain.registry.registry import build_registry  # here: with the plugins it imports torch
 
         registry = build_registry(self.load, self.choice()[1])
         with blamed(registry):
@@ -178,7 +178,7 @@ def blamed(registry: Registry) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from hpctrain.plugins.blame import retell_plugin_error
+        from hpctrain.registry.blame import retell_plugin_error
 
         retell_plugin_error(error, registry)
         raise

@@ -11,8 +11,8 @@ import torch
 
 from hpctrain.api import EnvironmentUnfitError, Identity, Machine, Plugin, UsageError
 from hpctrain.base.safe_files import scratch_directory
-from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.registry import Registry, build_registry
+from hpctrain.registry.slots import SLOTS
 from hpctrain_tools.testing.descriptions import describe
 from hpctrain_tools.testing.kit import EnoughError, Finding, Kit
 from hpctrain_tools.testing.promises import examine

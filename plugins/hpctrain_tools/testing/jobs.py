@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.api import Plugin
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.slots import SLOTS
 from hpctrain_tools.testing.runs import MIDDLE, STEPS
 
 VOCABULARY, LENGTH = 61, 8

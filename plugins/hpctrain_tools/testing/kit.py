@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.api import Plugin
 from hpctrain.base.errors import EXIT_USAGE
 from hpctrain.base.safe_files import scratch_directory
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.slots import SLOTS
 from hpctrain_tools.testing.jobs import JOB, placed
 from hpctrain_tools.testing.record import CLOSE, Record, first_difference
 from hpctrain_tools.testing.runs import Layout, Runs, merged

@@ -13,7 +13,7 @@ import tomli
 
 import hpctrain
 from hpctrain.api import Job, UsageError
-from hpctrain.library.jobs import job_tables
+from hpctrain.own_loops.jobs import job_tables
 from hpctrain.ranks.detection import detect
 from hpctrain_tools.testing.runs import merged, shortened
 

@@ -89,7 +89,7 @@ def _jobs(config: pytest.Config) -> dict[str, Any]:
 
 def _names(distribution: str) -> list[str]:
     """The installed plugins of a distribution, "slot.name"."""
-    from hpctrain.plugins.registry import build_registry
+    from hpctrain.registry.registry import build_registry
 
     wanted = distribution.lower().replace("_", "-")
     entries = build_registry(()).entries.items()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.torch_private import children_of
 from hpctrain.contracts.model import Batch, PipelineModel
-from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import refuse_arguments, resolve, resolve_for
+from hpctrain.registry.blame import users_code
+from hpctrain.registry.user_code.reference import refuse_arguments, resolve, resolve_for
 
 
 @dataclass(frozen=True)

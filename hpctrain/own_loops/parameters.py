@@ -15,8 +15,8 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checkpoint.state import model_pieces
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.sharding import ShardedModel
-from hpctrain.library.trained import Trained
 from hpctrain.model.mesh import Meshes
+from hpctrain.own_loops.trained import Trained
 from hpctrain.training.over_ranks import FullParameters
 
 

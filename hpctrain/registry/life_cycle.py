@@ -16,11 +16,11 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook, Profiler
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
-from hpctrain.plugins.blame import raised, raised_in
-from hpctrain.plugins.discovery import register
-from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.watchdog.position import Position
+from hpctrain.registry.blame import raised, raised_in
+from hpctrain.registry.discovery import register
+from hpctrain.registry.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
 

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.discovery import Fault, load, new_manager, sources_of
-from hpctrain.plugins.entry_points import ModuleSource
-from hpctrain.plugins.slots import SLOTS, Slot, table_class
+from hpctrain.registry.discovery import Fault, load, new_manager, sources_of
+from hpctrain.registry.entry_points import ModuleSource
+from hpctrain.registry.slots import SLOTS, Slot, table_class
 
 __all__ = ["build_registry"]
 

@@ -18,9 +18,9 @@ from torch.utils.data import (
 
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream
-from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
-from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
+from hpctrain.registry.blame import users_code
+from hpctrain.registry.user_code.reference import refuse_arguments, resolve
+from hpctrain.registry.user_code.samples import UserCollation, UserSamples, UserStream, weigh_by
 
 # arguments of a DataLoader that have no effect here, with their defaults; the screen names those that were given
 _UNUSED = {"drop_last": False, "pin_memory": False, "generator": None, "timeout": 0, "persistent_workers": False}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from hpctrain.plugins.hookspecs import PROJECT
+from hpctrain.registry.hookspecs import PROJECT
 
 COMMAND = "command"
 """The first part of the name of a command's entry point, "command.NAME"."""

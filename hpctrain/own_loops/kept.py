@@ -13,7 +13,7 @@ from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.json_values import encode
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.library.parameters import LaidOut
+from hpctrain.own_loops.parameters import LaidOut
 
 LOG = logging.getLogger("hpctrain")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.library.agreement import Agreement
-from hpctrain.library.gradients import Gradients
+from hpctrain.own_loops.agreement import Agreement
+from hpctrain.own_loops.gradients import Gradients
 from hpctrain.training.figures import Figure, RankFigures
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.step import Steps, Update, figures_of_update

@@ -23,9 +23,9 @@ from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job, ModelTable
 from hpctrain.model.refusals import has_batch_norms
-from hpctrain.plugins.user_code.model import UserModel
-from hpctrain.plugins.user_code.optimization import UserOptimizer
-from hpctrain.plugins.user_code.python_objects import referenced
+from hpctrain.registry.user_code.model import UserModel
+from hpctrain.registry.user_code.optimization import UserOptimizer
+from hpctrain.registry.user_code.python_objects import referenced
 
 # tables in which models may differ
 _OF_A_MODEL = "sharding", "precision", "schedule", "compile", "compression", "activation_checkpointing"

@@ -22,16 +22,16 @@ from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.parallelism import AppliedAxis
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
-from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
-from hpctrain.library.gradients import parameters_behind, refuse_strangers
-from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import changed_models, kept_state
-from hpctrain.library.module import OwnModule, OwnOptimizer, own
-from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
-from hpctrain.library.steps import OwnSteps, Step
-from hpctrain.library.trained import Trained
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
+from hpctrain.own_loops.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
+from hpctrain.own_loops.gradients import parameters_behind, refuse_strangers
+from hpctrain.own_loops.jobs import FIRST, check_model, job_tables, refuse_tables
+from hpctrain.own_loops.kept import changed_models, kept_state
+from hpctrain.own_loops.module import OwnModule, OwnOptimizer, own
+from hpctrain.own_loops.parameters import LaidOut, Parameters, WholeParameters, parts_of
+from hpctrain.own_loops.steps import OwnSteps, Step
+from hpctrain.own_loops.trained import Trained
 from hpctrain.ranks import prints
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import own_channel

@@ -15,8 +15,8 @@ from torch import nn
 from hpctrain.base.errors import UsageError
 from hpctrain.job.raw import dotted
 from hpctrain.job.toml import Key
-from hpctrain.plugins.slots import TABLES, table_class
-from hpctrain.plugins.user_code.reference import GIVEN, OBJECTS
+from hpctrain.registry.slots import TABLES, table_class
+from hpctrain.registry.user_code.reference import GIVEN, OBJECTS
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.base.torch_private import MODULE_CALL
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.plugins.entry_points import ModuleSource
-from hpctrain.plugins.registry import Registry
 from hpctrain.ranks.watchdog.stacks import FIRST_PARTY
+from hpctrain.registry.entry_points import ModuleSource
+from hpctrain.registry.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
 
 _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
-_USERS_MODEL = "hpctrain.plugins.user_code.model"
+_USERS_MODEL = "hpctrain.registry.user_code.model"
 _HERE = str(Path(__file__).parents[1])  # of a checkout, too, which lies in none of Python's directories
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}

@@ -14,8 +14,8 @@ from torch import nn
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
 from hpctrain.contracts.plugin import Options
-from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
+from hpctrain.registry.blame import users_code
+from hpctrain.registry.user_code.reference import refuse_arguments, resolve
 
 
 class _AnyOptions(OptimizerOptions):

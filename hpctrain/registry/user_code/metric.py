@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric, as_number
-from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
+from hpctrain.registry.blame import users_code
+from hpctrain.registry.user_code.reference import refuse_arguments, resolve
 
 
 class UserMetric(Metric):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.model import map_tensors, tensors_in
-from hpctrain.library.trained import Trained
+from hpctrain.own_loops.trained import Trained
 
 _CALLS = "_hpctrain_calls"
 Calling = Callable[[], AbstractContextManager[Callable[[Tensor], None] | None]]

@@ -19,8 +19,8 @@ from torch import Tensor
 from hpctrain.base.draws import Draws
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream, Weights
-from hpctrain.plugins.blame import users_code
-from hpctrain.plugins.user_code.reference import resolve_for
+from hpctrain.registry.blame import users_code
+from hpctrain.registry.user_code.reference import resolve_for
 
 # samples in the fingerprint of a dataset without its own fingerprint(), about
 _PROBED_SAMPLES = 16

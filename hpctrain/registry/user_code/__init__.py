@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.slots import Slot
-from hpctrain.plugins.user_code.reference import is_reference as is_reference
+from hpctrain.registry.slots import Slot
+from hpctrain.registry.user_code.reference import is_reference as is_reference
 
 
 def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[str, Any]) -> Plugin:
@@ -15,17 +15,17 @@ def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[s
     Raises UsageError if the callable cannot be imported or does not take these arguments. Imports what the slot needs.
     """
     if slot.name == "model":
-        from hpctrain.plugins.user_code.model import UserModel
+        from hpctrain.registry.user_code.model import UserModel
 
         return UserModel.from_table(reference, table.get("loss"), options)
     if slot.name == "dataset":
-        from hpctrain.plugins.user_code.dataset import UserDataset
+        from hpctrain.registry.user_code.dataset import UserDataset
 
         return UserDataset(reference, options, table.get("collate"), table.get("weights"))
     if slot.name == "metric":
-        from hpctrain.plugins.user_code.metric import UserMetric
+        from hpctrain.registry.user_code.metric import UserMetric
 
         return UserMetric(reference, options)
-    from hpctrain.plugins.user_code.optimization import UserOptimizer, UserSchedule
+    from hpctrain.registry.user_code.optimization import UserOptimizer, UserSchedule
 
     return UserSchedule(reference, options) if slot.name == "schedule" else UserOptimizer.from_table(reference, options)

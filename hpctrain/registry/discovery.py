@@ -18,9 +18,9 @@ from types import ModuleType
 import pluggy
 
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.entry_points import ModuleSource, entry_points, usable_module
-from hpctrain.plugins.hookspecs import PROJECT, CommandHook, LifeCycleHooks, hookspec
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.registry.entry_points import ModuleSource, entry_points, usable_module
+from hpctrain.registry.hookspecs import PROJECT, CommandHook, LifeCycleHooks, hookspec
+from hpctrain.registry.slots import SLOTS
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.refusals import STREAM, refuse_epochs
-from hpctrain.library.agreement import END_OF_LOOP, END_OF_STEP, Agreement
-from hpctrain.library.jobs import has_data
-from hpctrain.library.trained import Trained
+from hpctrain.own_loops.agreement import END_OF_LOOP, END_OF_STEP, Agreement
+from hpctrain.own_loops.jobs import has_data
+from hpctrain.own_loops.trained import Trained
 from hpctrain.ranks.signals import INTERRUPTED
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete

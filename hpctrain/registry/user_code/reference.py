@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpctrain.base.errors import UsageError
-from hpctrain.plugins.discovery import import_from_here
-from hpctrain.plugins.entry_points import RAISED
+from hpctrain.registry.discovery import import_from_here
+from hpctrain.registry.entry_points import RAISED
 
 OBJECTS = "python"
 """The module's name in a reference to an object that a Python program passed to `hpctrain.run`."""
