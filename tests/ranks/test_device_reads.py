@@ -88,4 +88,4 @@ def test_a_step_reads_one_tensor_of_its_device(root, tables: dict[str, Any]) -> 
         )
     for lines in each[2:]:  # the first step tries contracts, and with it the second may
         assert sum(lines.values()) == 1, lines
-        assert all(line.startswith("hpctrain.training.metrics:") for line in lines), lines
+        assert all(line.startswith("hpctrain.training.figures:") for line in lines), lines

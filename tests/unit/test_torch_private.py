@@ -78,6 +78,7 @@ OWNERS: dict[str, Any] = {
     "_disable_dynamo": torch,
     "_dynamo": torch,
     "_flatten": DeviceMesh,
+    "_get_root_mesh": DeviceMesh,
     "_foreach_copy_": torch,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
