@@ -32,6 +32,10 @@ class Piece:
     tensor: Tensor
     axes: tuple[str, ...] = ()
 
+    def gradient(self) -> Tensor:
+        """The gradient, zeros without one."""
+        return torch.zeros_like(self.tensor) if self.tensor.grad is None else self.tensor.grad
+
     @staticmethod
     def whole(name: str, tensor: Tensor) -> Piece:
         """The piece with all of `tensor`."""

@@ -65,7 +65,7 @@ def collated(source: Source, collate: Collate, items: list[Any], planned: Planne
         return collate(items)
     except Exception as error:
         if collate is not default_collate and not isinstance(collate, PaddedStack):
-            raise
+            raise  # the user's own function: its error tells more
         numbers = f" {', '.join(map(str, planned.indices[:_SHOWN]))}" if isinstance(source, Samples) else ""
         raise TrainingError(
             f"the samples{numbers} can't be made into a batch ({error}); expected samples of one form, or [dataset] collate = "
@@ -89,7 +89,7 @@ class Batches:
             from hpctrain.base.draws import Draws
 
             self._draws = Draws(seed, samples)
-        self._has_given, self._epoch, self._size = False, 0, max(1, len(samples))
+        self._has_given, self._epoch, self._size = False, 0, max(1, len(samples))  # a rank's split may be empty
         self.draws = samples.draws
 
     def __getitem__(self, planned: Planned) -> Loaded:
@@ -106,7 +106,7 @@ class Batches:
         def collate(*_: object) -> Batch:
             return collated(self._samples, self._collate, items, planned)
 
-        if self._draws is None or self._collate is default_collate:
+        if self._draws is None or self._collate is default_collate:  # torch's own draws nothing
             return collate()
         return self._draws.of([name_of_batch(planned)], collate)[0]
 
@@ -127,7 +127,7 @@ class Batches:
     def _samples_at(self, places: Sequence[Drawn]) -> list[Any]:
         found = []
         for epoch, group in groupby(places, self._epoch_at):
-            if epoch not in (None, self._epoch):
+            if epoch not in (None, self._epoch):  # a batch may hold the end of one epoch and the begin of the next
                 self._begin(epoch)
             found += self._of_epoch(list(group))
         return found
@@ -142,7 +142,7 @@ class Batches:
             return
         with self._draws.held():
             self._draws.seeded(("epoch", epoch), partial(self._samples.set_epoch, epoch))
-        self._draws.search_again()
+        self._draws.search_again()  # set_epoch may have made new generators
 
     def _of_epoch(self, places: Sequence[Drawn]) -> list[Any]:
         def together() -> list[Any]:
@@ -216,5 +216,6 @@ def _bits(tensor: Tensor) -> object:
     """The form and the bytes of a tensor; None for one that has no plain memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()  # both may be flags of a tensor, not in its memory
+    flat = values.contiguous().reshape(-1)
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()

@@ -54,7 +54,7 @@ class Loader:
         self.indices: list[Sequence[int]] = []
         """The samples of each micro batch that `step` returned last."""
         self._step_end: StepEnd | None = None
-        self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)
+        self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)  # a full queue holds the thread back
         self._closed = threading.Event()
         self._items = self._loaded()
         self._thread = None if pool.draws_here else threading.Thread(target=self._run, name=LOADER, daemon=True)
@@ -77,11 +77,11 @@ class Loader:
             _, traceback, said = str(item).partition(f"\n{type(item).__module__}.{type(item).__name__}: ")
             raise type(item)(said.rstrip()) if traceback else item  # a worker process puts a traceback in front
         if isinstance(item, MemoryError):
-            raise item
+            raise item  # the caller has a sentence for it
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
         micro, copied, indices, self._step_end = item
-        copied.before_computing(tensors_in(micro.batch))
+        copied.before_computing(tensors_in(micro.batch))  # the device waits for the copy, not this thread
         self.indices.append(indices)
         return micro
 
@@ -99,7 +99,7 @@ class Loader:
         self._closed.set()
         while self._thread is not None and self._thread.is_alive():
             with suppress(queue.Empty):
-                self._ready.get(timeout=0.05)
+                self._ready.get(timeout=0.05)  # the thread may wait for room
 
     def _run(self) -> None:
         while not self._closed.is_set():

@@ -21,8 +21,8 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.dataset import Part
 from hpctrain.data.order import Indices, mixed, order_of
 
-_BLOCK = 4096
-_RUN = 32
+_BLOCK = 4096  # positions that are computed at once
+_RUN = 32  # positions that are shuffled among each other
 # shares are multiples of 2^-32
 _BITS = 32
 _HALF = 1 << (_BITS - 1)
@@ -112,7 +112,7 @@ def _splits(shares: Sequence[float]) -> list[int]:
     """The share of each part in what the parts before it leave, in 2^-32."""
     left = np.cumsum(np.array(shares, np.float64)[::-1])[::-1]
     splits = [round(share / rest * 2**_BITS) if rest else 0 for share, rest in zip(shares, left, strict=True)]
-    last = max(number for number, share in enumerate(shares) if share)
+    last = max(number for number, share in enumerate(shares) if share)  # takes what rounding has left
     return [2**_BITS if number == last else split for number, split in enumerate(splits)]
 
 

@@ -115,7 +115,7 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
     if isinstance(samples, Stream):
         return samples.fingerprint(), StreamOrder()
     fingerprint, weights, seed = samples.fingerprint(), samples.weights(), job.job.seed
-    if samples.fingerprint() != fingerprint:
+    if samples.fingerprint() != fingerprint:  # one that changes would refuse each resume
         told = f"gave the fingerprint {fingerprint!r}, and another one when it was asked again"
         raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
     mixture = samples.mixture()
@@ -183,7 +183,7 @@ def once_per_node(node: str) -> Callable[[str, Callable[[], Any]], Any]:
         if name not in values:
             from hpctrain.data.node_work import shared_on_node
 
-            values[name] = shared_on_node(node, action)
+            values[name] = shared_on_node(node, action)  # collective: each rank comes here for the same names
         return values[name]
 
     return once
@@ -219,7 +219,7 @@ def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | Non
             f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
             f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
         )
-    collates = samples.collation() is not None
+    collates = samples.collation() is not None  # it may pad as it likes
     if by_tokens and (lengths is None or collates):
         why = "are made into batches by a function of your own" if collates else "are of unknown length"
         raise UsageError(
@@ -275,7 +275,7 @@ def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_est
 
 def steps_of_epochs(job: Job, samples: int, order: Order, lengths: Lengths | None, begin: int = 0) -> int:
     """The number of whole global batches from position `begin` of the order to the end of the job's epochs."""
-    end = int((job.job.epochs or 0) * samples)
+    end = int((job.job.epochs or 0) * samples)  # epochs may be a fraction
     if lengths is None:
         return _plan_by_samples(job, samples, 0, 1).steps_between(begin, end)
     from hpctrain.data.tokens import whole_batches

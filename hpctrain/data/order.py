@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.dataset import Weights
 
-_ROUNDS = 6
+_ROUNDS = 6  # of the Feistel network; four suffice for a random look (Luby and Rackoff, 1988)
 # positions that take as long as a single one, which is 0.3 ms
 _AHEAD = 1024
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -37,7 +37,7 @@ class SampleOrder:
         self._samples = samples
         self._seed = (seed, fingerprint)
         self._first, self._ahead = 0, np.empty(0, dtype=np.int64)
-        self._half = max(1, ((samples - 1).bit_length() + 1) // 2)
+        self._half = max(1, ((samples - 1).bit_length() + 1) // 2)  # bits of each half
 
     def at(self, begin: int, end: int) -> Indices:
         """The sample indices of positions `begin` to `end`; some more are computed ahead."""
@@ -56,7 +56,7 @@ class SampleOrder:
     def _permute(self, values: Indices, epoch: int) -> Indices:
         keys = [np.uint64(derive_seed(*self._seed, epoch, r)) for r in range(_ROUNDS)]
         result = self._feistel(values.astype(np.uint64), keys)
-        while (outside := result >= self._samples).any():
+        while (outside := result >= self._samples).any():  # at most three of four values
             result[outside] = self._feistel(result[outside], keys)
         permuted: Indices = result.astype(np.int64)
         return permuted
@@ -92,7 +92,7 @@ class WeightedOrder:
 
     def of(self, positions: Indices) -> Indices:
         """The sample indices of any positions."""
-        drawn = mixed(positions.astype(np.uint64), self._key) >> np.uint64(11)
+        drawn = mixed(positions.astype(np.uint64), self._key) >> np.uint64(11)  # 53 bits, which float64 holds
         # the right side: a sample of weight 0 has the sum of its predecessor and is never found
         share = drawn.astype(np.float64) * 2.0**-53
         indices: Indices = np.searchsorted(self._sums, share * self._sums[-1], side="right").astype(np.int64)
@@ -106,7 +106,7 @@ def order_of(samples: int, weights: Weights | None, seed: int, fingerprint: str)
 
 def mixed(values: Any, key: np.uint64) -> Any:
     """A keyed 64-bit mixer: splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2^64
         z = values * np.uint64(0x9E3779B97F4A7C15) + key
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

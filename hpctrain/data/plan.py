@@ -53,7 +53,7 @@ class BatchPlan:
         """The number of global batches from a position of the order to another; one that goes beyond it does not count."""
         if self.epoch is None or end < begin + -begin % self.epoch:
             return max(0, end - begin) // self.global_size
-        rest = -begin % self.epoch
+        rest = -begin % self.epoch  # up to the seam, for a run that was resumed with other batches
         epochs, more = divmod(end - begin - rest, self.epoch)
         return self._steps_of(rest) + epochs * self._steps_of(self.epoch) + more // self.global_size
 
@@ -64,14 +64,14 @@ class BatchPlan:
         """Each micro batch of the next `steps` steps."""
         after = samples_seen
         for _ in range(steps):
-            begin, end, after = self._batch_from(after)
-            mine = self._mine(end - begin)
+            begin, behind, after = self._batch_from(after)
+            mine = self._mine(behind - begin)
             for number, places in enumerate(mine):
                 counts = len(places) > 0
-                positions = range(begin + places.start, begin + places.stop) if counts else range(begin, begin + 1)
-                indices = order.at(positions.start, positions.stop).tolist()
-                last = after if number == len(mine) - 1 else None
-                yield Planned(indices, places.start if counts else 0, counts, last, positions)
+                first, end = (begin + places.start, begin + places.stop) if counts else (begin, begin + 1)  # any does
+                indices = order.at(first, end).tolist()
+                last = after if number == len(mine) - 1 else None  # a run resumes between steps
+                yield Planned(indices, places.start if counts else 0, counts, last, range(first, end))
 
     def _batch_from(self, begin: int) -> tuple[int, int, int]:
         """The positions at which the next global batch begins and ends, and at which the one after it may begin."""

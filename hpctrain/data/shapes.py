@@ -97,7 +97,7 @@ class PaddedStack:
     def __call__(self, samples: list[Any]) -> Any:
         """The batch that torch's default_collate makes, or a padded one."""
         if all(isinstance(sample, dict) and sample.keys() == samples[0].keys() for sample in samples):
-            named = [name for name in self.padding.values if name in samples[0]]
+            named = [name for name in self.padding.values if name in samples[0]]  # others have one shape
             for name in named:
                 lengths = {len(sample[name]) for sample in samples if getattr(sample[name], "shape", ())}
                 if len(lengths) > 1 or any(length % self.padding.multiple for length in lengths):
@@ -133,7 +133,7 @@ def sequence_multiple(job: Job, parts: Parts) -> int:
     for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
         size = job.parallelism[name].size
         multiple = lcm(multiple, ranks * plugin.sequence_multiple(size, parts.model))
-        ranks *= size if plugin.traits.cuts_samples else 1
+        ranks *= size if plugin.traits.cuts_samples else 1  # an inner axis cuts the outer ones' parts
     return multiple
 
 

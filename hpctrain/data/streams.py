@@ -60,7 +60,7 @@ class Reader:
         if self._iterator is None:
             self._iterator = self._begun()
         item = self._next(self._iterator, self.items)
-        self.items += item is not _END
+        self.items += item is not _END  # numbers of an epoch's items seed their draws
         return item
 
     def place(self) -> Place:
@@ -76,12 +76,12 @@ class Reader:
         self.called(("epoch", self._shard, self._epoch), partial(self._stream.set_epoch, self._epoch))
         if self._draws is not None:
             self._draws.search_again()
-        state, self._place = self._place.state, Place()
+        state, self._place = self._place.state, Place()  # the next epoch begins at its first item
         if state is not None:
             self._stream.load_state(decode(json.loads(state)))
             return iter(self._stream)
         iterator = iter(self._stream)
-        for number in range(self.items):
+        for number in range(self.items):  # without a state, what was read is read again
             if self._next(iterator, number) is _END:
                 raise TrainingError(
                     f"[dataset]: {self._name} ended after {number} items, but the run had read {self.items}"
@@ -120,7 +120,7 @@ class TrainedStream:
         if self._reader is None:
             worker = get_worker_info()
             self._shard, place = self._places[0 if worker is None else worker.id]
-            hide_worker()
+            hide_worker()  # else a stream that shards by worker would shard twice
             self._reader = Reader(self._stream, self._seed, place, self._shards, self._shard)
         with self._reader.held():
             return self._read(self._reader, planned)
@@ -136,7 +136,7 @@ class TrainedStream:
             refuse_reused_memory(self._name, before, items[:1])
         self._has_given = True
         batch = _batch(reader, self._stream, self._collate, items, planned)
-        self._position += len(planned.indices)
+        self._position += len(planned.indices)  # other ranks' items are skipped by it
         if not sharded and planned.after is not None:
             self._skip_to(reader, planned.after)  # then all ranks have the same place
         known = sharded or planned.after is not None
@@ -170,7 +170,7 @@ class EvaluatedStream:
             number, item = reader.items, reader.take_of_epoch()
             if item is _END:
                 break
-            first += [item] * (number == planned.place)
+            first += [item] * (number == planned.place)  # for a rank without one: a forward may communicate
             mine += [item] * (number in planned.indices)
         if not first:
             return None
@@ -235,7 +235,7 @@ class StreamPlaces:
             items = max(place.items for place in mine)
             return f"skipping {items:,} items of the stream, read in epoch {self.epoch} before" if items else ""
         epoch = min(place.epoch for place in places)
-        items = sum(place.items for place in places if place.epoch == epoch) // self.shards
+        items = sum(place.items for place in places if place.epoch == epoch) // self.shards  # as if read evenly
         self._places = dict.fromkeys(self._mine, Place(epoch, items))
         return (
             f"the stream was read in {shards} shard{'s' * (shards > 1)} and is read in {self.shards} now: some "

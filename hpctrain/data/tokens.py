@@ -58,7 +58,7 @@ def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int, packs:
     """
     loads = [(0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for place in np.argsort(-lengths, kind="stable").tolist():
+    for place in np.argsort(-lengths, kind="stable").tolist():  # stable: each rank computes the same shares
         load, rank = loads[0]
         shares[rank].append(place)
         heapq.heapreplace(loads, (load + int(lengths[place]), rank))
@@ -74,7 +74,7 @@ def padded(length: int, multiple: int) -> int:
 def _cut(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> list[list[int]]:
     micro_batches = []
     while share:
-        rows = capacity // padded(int(lengths[share[0]]), multiple)
+        rows = capacity // padded(int(lengths[share[0]]), multiple)  # the first is the longest
         micro_batches.append(share[:rows])
         share = share[rows:]
     return micro_batches
@@ -153,7 +153,7 @@ class TokenPlan:
                 positions = () if begin is None else [begin + place for place in places]
                 yield Planned(indices[places].tolist(), places[0], after=last, positions=positions)
             else:
-                yield Planned([int(indices[lengths.argmin()])], 0, counts=False, after=last)
+                yield Planned([int(indices[lengths.argmin()])], 0, counts=False, after=last)  # the cheapest forward
 
     def __str__(self) -> str:
         return (

@@ -93,7 +93,7 @@ def build_model(
         module = values.build(spec, job.job.seed)
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
-    _lay_out_in_rows(module)
+    _lay_out_in_rows(module)  # before anything keeps views of parameters
     freeze(module, job.model.freeze, job.model.trainable)
     if job.model.sync_batch_norm:
         from hpctrain.model.batch_norm import synchronize_batch_norms  # here: few jobs have the key
@@ -106,7 +106,7 @@ def build_model(
     if trains:
         refuse_untrained(spec, list(trained))
     elements = sum(parameter.numel() for parameter in module.parameters())
-    tied, given = tied_parameters(module), given_names(spec, module)
+    tied, given = tied_parameters(module), given_names(spec, module)  # of the full model: axes take parameters away
     axes: list[AppliedAxis] = []
     # the pipeline last: tensor-parallel plans name modules of the full model
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
@@ -116,15 +116,15 @@ def build_model(
         outline = refuse_change(outline, plugin, "apply", module, lacks)
     alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
-    if job.compile.enabled and not checkpointing.is_compiled:
+    if job.compile.enabled and not checkpointing.is_compiled:  # then the compiled block is recomputed as a whole
         _compile_blocks(module, spec, job.compile.mode)
     checkpointing.apply(module, spec, alike[0] if alike else None)
     outline = refuse_change(outline, checkpointing, "apply", module)
-    if job.compile.enabled and checkpointing.is_compiled:
+    if job.compile.enabled and checkpointing.is_compiled:  # then the compiler decides what of a block is kept
         _compile_blocks(module, spec, job.compile.mode)
     # fully_shard moves tensors of another device in place, which torch can't for every kind of device
     _place_buffers(module, device if values.are_real else torch.device("meta"))
-    with parts.precision.forward(device):
+    with parts.precision.forward(device):  # stage 3 asks autocast for the dtype that it gathers in
         sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     refuse_change(outline, parts.sharding, "shard", module)
@@ -206,14 +206,14 @@ def _fill(piece: Piece, spec: MetaModel, seed: int) -> None:
         return
     whole = mine.new_empty((len(mine), *piece.shape[1:]))
     spec.initialize(piece.name, whole, rows, seed)
-    for dim in range(1, mine.dim()):
+    for dim in range(1, mine.dim()):  # columns of drawn rows
         whole = whole.narrow(dim, piece.offsets[dim], mine.shape[dim])
     mine.copy_(whole)
 
 
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     """Build the module with values, drawn from `seed`: equal on every rank."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # a program goes on to draw as if nothing had been built
         torch.manual_seed(derive_seed(seed, "model"))
         module = spec.build()
     dtype = torch.get_default_dtype()

@@ -50,7 +50,7 @@ class GradientReducer:
         """A step begins, counted from 0; its gradients come multiplied by `scale`."""
         self.step, self.scale = step, scale
         live = self._state()
-        if may_be_left_out and live:
+        if may_be_left_out and live:  # a step that is left out takes its error feedback back
             if not self._kept:
                 self._kept = [torch.empty_like(tensor) for tensor in live]
             foreach_copy_(self._kept, live)
@@ -157,7 +157,7 @@ class Residual:
         dist.all_reduce(self.flat, group=self._group)
         for number, span in enumerate(self._bucket.spans):
             if not self._owns(number):
-                span.view(self.flat).zero_()
+                span.view(self.flat).zero_()  # the sum over the ranks stays what it was
 
     def pieces(self) -> list[Piece]:
         """This rank's pieces after `consolidate`, named residual/NAME."""

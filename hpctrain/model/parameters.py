@@ -31,7 +31,7 @@ def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def tied_parameters(module: nn.Module) -> list[list[str]]:
     """The names of each tied parameter, its main name first."""
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in module.named_parameters(remove_duplicate=False):  # each place of a tied one, too
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
 
@@ -138,19 +138,19 @@ def build_optimizer(
             f"[optimizer] name = {plugin.name!r}: its parameter groups or its defaults have no 'lr', which the schedule sets; "
             'expected an optimizer that reads its learning rate from group["lr"]'
         )
-    wanted = {id(p): group["lr"] for group in completed for p in group["params"]}
+    wanted = {id(p): group["lr"] for group in completed for p in group["params"]}  # by id: == compares tensors by value
     held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     if sorted(id(p) for p, _ in held) != sorted(wanted):
         found = f"built an optimizer of {len(held)} tensors"
         raise broken(plugin, found, f"each of the {len(wanted)} in `groups` once; the others would not be trained")
-    named = {value for value in options.values() if isinstance(value, float)}
+    named = {value for value in options.values() if isinstance(value, float)}  # a second rate may be an option
     for parameter, group in held:
         rate, of_group = float(group["lr"]), wanted[id(parameter)]
         if not any(math.isclose(rate, one, rel_tol=1e-6) for one in (of_group, *named)):
             found = f"built an optimizer whose lr is {rate:g} where its group says {of_group:g}"
             raise broken(plugin, found, "the groups as they are, or each group's options")
     if has_modes(optimizer):
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizer.train()  # type: ignore[attr-defined]  # built ones evaluate
     return optimizer
 
 

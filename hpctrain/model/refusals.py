@@ -125,7 +125,7 @@ def refuse_other_model(spec: ModelSpec, module: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     mine = [[name, list(parameter.shape)] for name, parameter in module.named_parameters()]
-    if len(set(gather_values(sha256(repr(mine).encode()).hexdigest()))) == 1:
+    if len(set(gather_values(sha256(repr(mine).encode()).hexdigest()))) == 1:  # names of all ranks would be megabytes
         return
     everyone: list[list[Any]] = gather_values(mine)
     for rank, other in enumerate(everyone):
@@ -148,7 +148,7 @@ def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -
     """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank. scale: of this rank's loss."""
     if max(norms) - min(norms) <= _ALIKE * max(norms):
         return
-    scales = sorted(set(gather_values(scale)))
+    scales = sorted(set(gather_values(scale)))  # collective: all ranks see the same norms, so all come here
     if len(scales) > 1:
         raise broken(parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all")
     by_size = ", ".join(f"{norm:.4g}" for norm in sorted(set(norms))[:4])

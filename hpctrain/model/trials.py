@@ -73,7 +73,7 @@ def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:
 
 def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:
     """Raises ContractError for an optimizer that keeps state where no checkpoint finds it; does nothing if the trial fails."""
-    values, *gradients = _random(4)
+    values, *gradients = _random(4)  # three steps: the first makes the state, the third tells
     try:
         with torch.random.fork_rng(devices=[]):
             same = _goes_on_alike(build, values, gradients)
@@ -103,7 +103,8 @@ def updates_parts_alike(build: Build) -> bool:
 
 def _random(count: int) -> Tensor:
     """(count, 8, 6)"""
-    return 0.1 * torch.randn(count, 8, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    own = torch.Generator().manual_seed(0)  # the trial must not change what the job draws
+    return 0.1 * torch.randn(count, 8, 6, dtype=torch.float32, generator=own)
 
 
 def _changes(build: Build, values: Tensor, gradients: list[Tensor], count: int) -> Tensor:
@@ -126,7 +127,7 @@ def _goes_on_alike(build: Build, values: Tensor, gradients: list[Tensor]) -> boo
         optimizer.step()
     second = nn.Parameter(first.detach().clone())
     other = build([{"params": [second], "lr": _LR}])
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # else both would share tensors
     before = first.detach().clone()
     for parameter, one in ((first, optimizer), (second, other)):
         parameter.grad = gradients[-1].clone()

@@ -83,7 +83,7 @@ class OwnedTensors(WholeTensors):
         for part, value in received.items():
             whole = wholes.setdefault(part.name, torch.empty(part.whole, dtype=exchange.dtype, device=self._device))
             whole[part.place] = value
-        results = {name: function(whole) for name, whole in wholes.items()}
+        results = {name: function(whole) for name, whole in wholes.items()}  # once for each tensor, on its owner alone
         return self._swap(exchange, [[results[part.name][part.place] for part in parts] for parts in owned], held)
 
     def _swap(self, exchange: _Exchange, sent: list[list[Tensor]], awaited: list[list[_Part]]) -> dict[_Part, Tensor]:
@@ -146,7 +146,7 @@ def _owners(parts: Sequence[Sequence[_Part]]) -> dict[str, int]:
                 holders[part.name].append(rank)
     load = [0] * len(parts)
     owners = {}
-    for name in sorted(holders, key=lambda name: (-sizes[name], name)):
+    for name in sorted(holders, key=lambda name: (-sizes[name], name)):  # by name, too: all ranks agree
         owners[name] = min(holders[name], key=lambda rank: load[rank])
         load[owners[name]] += sizes[name]
     return owners

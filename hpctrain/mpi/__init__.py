@@ -84,7 +84,7 @@ def local_rank() -> int:
 
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     rank = int(node.rank)
-    node.Free()
+    node.Free()  # MPI has few communicators
     return rank
 
 

@@ -67,8 +67,7 @@ class Gradients:
 
     def all(self) -> list[Tensor]:
         """Gradients, one for each piece: zeros where the program has dropped it."""
-        tensors = [piece.tensor for piece in self._pieces]
-        return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
+        return [piece.gradient() for piece in self._pieces]
 
     def show(self) -> None:
         """Let the program read and change the gradients: they are summed, or have changed."""

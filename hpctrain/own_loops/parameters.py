@@ -84,7 +84,7 @@ class WholeParameters:
             whole = full.of(name, lambda piece: piece.tensor)
             parameter = self.named[name] = nn.Parameter(whole, requires_grad=trains[name].requires_grad)
             if name in with_gradients:
-                parameter.grad = full.of(name, _gradient)
+                parameter.grad = full.of(name, Piece.gradient)
 
     def write_back(self) -> None:
         """Copy the values and gradients, as the program has left them, into this rank's pieces."""
@@ -103,8 +103,3 @@ class WholeParameters:
 def parts_of(model: LaidOut, names: Collection[str]) -> list[Piece]:
     """This rank's pieces of the parameters with these names."""
     return [piece for piece in model.pieces() if piece.name in names]
-
-
-def _gradient(piece: Piece) -> Tensor:
-    gradient = piece.tensor.grad
-    return torch.zeros_like(piece.tensor) if gradient is None else gradient

@@ -65,14 +65,14 @@ def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
     ranks, alike, place = world.deal("cores/dealt", lambda: places(world.collect("cores")))
     if ranks == 1:
         return Binding(mask, _threads(len(cores)))
-    if alike < ranks:
+    if alike < ranks:  # some may use other CPUs: a launcher has dealt them out
         return Binding(mask, _threads(len(cores) // alike), f"{_named(cores)}, bound by the launcher")
     if bind == "none":
         why_not = '[job] cpu_bind is "none"'
     elif len(cores) < ranks:
         why_not = f"{ranks} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
     else:
-        own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]
+        own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]  # neighbours, by NUMA node
         cpus = [cpu for core in own for cpu in core.cpus]
         try:
             _move(cpus)
@@ -80,7 +80,7 @@ def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
         except OSError as error:  # a container may forbid it
             why_not = str(error.strerror)
     told = f"{_named(cores)}, shared by {ranks} ranks, not bound by hpctrain: {why_not}"
-    return Binding(mask, _threads(len(cores) // ranks), told)
+    return Binding(mask, _threads(len(cores) // ranks), told)  # else each rank would start a thread for every core
 
 
 def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:

@@ -61,7 +61,7 @@ class Asking:
                 self.level = max(levels)
                 if self.level:
                     return
-                question += max(1, int(_ASKED_EVERY / max(*seconds, 1e-9)))
+                question += max(1, int(_ASKED_EVERY / max(*seconds, 1e-9)))  # by the slowest rank, equal on all
 
 
 def evaluate(
@@ -107,7 +107,7 @@ def measure(
         loss=loss_sum * model.loss_share, terms=count * model.loss_share, named=model.named_losses.figures()
     ).exchanged(partial(gather_row, device=model.device))
     total, terms = sum(rank.loss for rank in ranks), sum(rank.terms for rank in ranks)
-    if not terms:
+    if not terms:  # equal on all ranks, so that none waits below
         raise TrainingError("no token or sample of the evaluated split has a label")
     measured = {"loss": total / terms, **model.named_losses.means([rank.named for rank in ranks], terms)}
     if running:
@@ -120,7 +120,7 @@ def measure(
             failed[:] = dict.fromkeys(why for _, _, whys in everyone for why in whys)
             if failed:
                 return None
-        having = [values for counted, values, _ in everyone if counted]
+        having = [values for counted, values, _ in everyone if counted]  # a pipeline's first ranks have no outputs
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             _refuse_different_values(metric, of_ranks)
         add_measured(measured, having[0], parts.model.counts)

@@ -151,7 +151,7 @@ class Feed:
         source, batches = self._data.validation, self._job.evaluation.batches
         assert source is not None
         whole = evaluation_plan(self._make_plan(self._data.validation_lengths), source, batches)
-        plan = islice(whole, micro_batches)
+        plan = islice(whole, micro_batches)  # only as many are computed
         return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
 
     def stream_values(self) -> dict[str, Any] | None:
@@ -198,7 +198,8 @@ def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
     if isinstance(source, Stream):
         from hpctrain.data.streams import EvaluatedStream
 
-        return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
+        one = min(workers, 1)  # each would read the whole stream
+        return Pool(EvaluatedStream(source, collate, job.job.seed), one, table.prefetch, table.start_method)
     batches = Batches(source, collate, job.job.seed, named(parts.dataset, with_version=False))
     return Pool(batches, workers, table.prefetch, table.start_method)
 

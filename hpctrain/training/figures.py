@@ -96,10 +96,10 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
     if dist.get_world_size() == 1 and not is_accelerator(device):
         return [[float(value) for value in values]]
     numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
-    mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)  # one copy to the device for all numbers
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            mine[place] = value
+            mine[place] = value  # on the device: float(value) would wait for it
     if dist.get_world_size() == 1:
         return [mine.tolist()]
     everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
@@ -132,7 +132,7 @@ class NamedLosses:
         The names are those of the first call, which is collective: only ranks with the model's outputs know them. Raises
         TrainingError for other names.
         """
-        mine, self._mine = self._mine, {}
+        mine, self._mine = self._mine, {}  # before any error: the next step begins anew
         if self._names is None:
             self._names = list(dict.fromkeys(name for names in gather_values(list(mine)) for name in names))
         new = [name for name in mine if name not in self._names]

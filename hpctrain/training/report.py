@@ -102,7 +102,7 @@ class Report:
         if "seconds" in plain and (share := self._goodput.share(time.time())) is not None:
             plain["goodput"] = share
         self._metrics.write(plain)
-        self._ask_writers(lambda writer: writer.log(copy.deepcopy(plain)))
+        self._ask_writers(lambda writer: writer.log(copy.deepcopy(plain)))  # a logger may change its row
         self._console.progress(plain, steps, counts, remark)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Report:
 
     def _ask_writers(self, ask: Callable[[LogWriter], None]) -> None:
         """Drop a writer that raises (its server or disk is gone), with a warning. metrics.jsonl has every row."""
-        for writer in list(self._writers):
+        for writer in list(self._writers):  # a copy: one that fails leaves the list
             name, one = writer
             try:
                 ask(one)
@@ -176,7 +176,7 @@ class MetricsFile:
         """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written. goodput, best:
         see the rows that stay; goodput loses the others."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replacing(path) as file:  # a reader sees the old rows or the new ones
             file.writelines(_rows_until(path, resumed_step, goodput, best))
         self._path = path
         # open for the whole run

@@ -29,7 +29,7 @@ from hpctrain.training.session import Session
 def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     """The checkpoints in the job's directory."""
     table, world = job.checkpoint, world_group()
-    behind = dist.new_group() if table.asynchronous else None
+    behind = dist.new_group() if table.asynchronous else None  # a thread must not share the loop's group
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
     keep = table.keep_best
     best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
@@ -45,7 +45,7 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> boo
     The result of a background save is reported at the first step after it has ended.
     """
     progress, table = session.progress, session.job.checkpoint
-    final = stop_agreed or progress.done or asked
+    final = stop_agreed or progress.done or asked  # the process may end behind it: never in the background
     if progress.ended and not session.control.saves and not asked:
         finish_saving(session, excused=True)
         return False
@@ -76,7 +76,7 @@ def save(session: Session, final: bool) -> None:
     """Save this step; in the background if the job says so and the save isn't `final`."""
     model, step = session.model, session.progress.step
     for one in session.models:
-        one.sums.consolidate()
+        one.sums.consolidate()  # what compression remembers, as a resumed run gets it
         one.consolidate()
     optimizer, idle = optimizer_to_save(model)
     states = plugin_states(session)
@@ -127,7 +127,7 @@ def _values(session: Session, states: Sequence[PluginState]) -> dict[str, Any]:
         "samples_seen": progress.samples_seen,
         "samples_before": progress.samples_before,
         "steps": progress.steps,
-        "loss": progress.loss if math.isfinite(progress.loss) else None,
+        "loss": progress.loss if math.isfinite(progress.loss) else None,  # JSON has no nan
         "fingerprint": session.feed.fingerprint,
         "job": session.job.job.name,
         "layout": session.layout.axes,

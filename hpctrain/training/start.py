@@ -103,10 +103,10 @@ def started(
 
     begun: when the starter of these ranks, which may have started others before them, began, on time.time(); None: now.
     """
-    begin = time.monotonic() - (0.0 if begun is None else max(0.0, time.time() - begun))
+    since = 0.0 if begun is None else max(0.0, time.time() - begun)  # another host's clock may be ahead
     if resume not in ("auto", "never"):
         resume = str(behind_name(Path(resume)))
-    start = Start(identity, channel, read, resume, begin)
+    start = Start(identity, channel, read, resume, time.monotonic() - since)
     with start.undo:
         for step in steps:
             step(start)
@@ -178,7 +178,7 @@ def communicate(start: Start) -> None:
     patience = job.communicator.timeout_seconds  # after the first step, the watchdog's is shorter
     if job.compile.enabled and "timeout_seconds" not in job.communicator.model_fields_set:
         patience = max(patience, _COMPILATION)
-    start_communication(world, agreed.communicator, patience)
+    start_communication(world, agreed.communicator, patience)  # before hooks: they may communicate from their start on
     start.hooks = LifeCycle(start.checked.registry, start.identity, parts.hooks, parts.profile)
     start.hooks.position.compiles = job.compile.enabled
     undo.push(partial(_clear_caches, start))
@@ -193,7 +193,7 @@ def watch(start: Start) -> None:
     if start.cores:
         start.say("cores", start.cores)
     since = time.time() - (time.monotonic() - start.begin)
-    hosts = gather_values(world.identity.node)
+    hosts = gather_values(world.identity.node)  # the first collective: a group that doesn't connect fails here
     sources = start.checked.registry.sources
     plugins = list(dict.fromkeys(f"{one.distribution} {one.version}" for one in sources if one.distribution))
     world.share("start", lambda: note_start(job.output_dir, world.identity, hosts, plugins, since, start.device))
@@ -268,7 +268,7 @@ def _cancel_mark(checked: CheckedJob) -> int | None:
     never. The mark of an earlier start stays: only `hpctrain submit` removes it."""
     directory = checked.job.output_dir
     if os.path.realpath(checked.raw.source) != os.path.realpath(directory / JOB_FILE):
-        return None
+        return None  # nobody has submitted this start
     try:
         return os.lstat(directory / CANCELLED).st_mtime_ns
     except OSError:

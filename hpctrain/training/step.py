@@ -161,7 +161,7 @@ class Steps:
         models, by their names. logged: the program's own numbers.
         """
         session, progress = self.session, self.session.progress
-        progress.advance(self._samples_seen)
+        progress.advance(self._samples_seen)  # hooks and the row see the step as done
         progress.loss = update.figures.loss
         self.row, remark = self._row(ranks, update, count, named, others)
         taken = [name for name in logged if name in self.row]
@@ -223,7 +223,7 @@ class Steps:
         training went back to a checkpoint. Raises TrainingError where it stops."""
         for update in updates:
             if update.verdict is not None and self._act(update.model, update.verdict):
-                self._load_from_here()
+                self._load_from_here()  # what was loaded ahead comes behind other samples now
                 return True
         self._micro_batches = []  # an evaluation needs the memory
         return False
@@ -243,7 +243,7 @@ class Steps:
             left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
             session.report.say(f"guard        step {step}{left_out}: {why}")
             return False
-        finish_saving(session, excused=True)
+        finish_saving(session, excused=True)  # one in the background may be the newest
         newest = session.newest
         if verdict.action == "rollback" and newest is not None and model.guard.may_go_back_to(newest):
             roll_back(session)
@@ -282,7 +282,7 @@ def take_request(session: Session) -> None:
     """Show the plugins the oldest request of another terminal at rank 0. Collective."""
     queries, hooks = session.queries, session.hooks
     question = None if queries is None else queries.take()
-    asked = broadcast_value(None if question is None else [question.name, dict(question.values)])
+    asked = broadcast_value(None if question is None else [question.name, dict(question.values)])  # rank 0's, for all
     if asked is None:  # it was withdrawn meanwhile
         return
 
@@ -299,7 +299,7 @@ def take_request(session: Session) -> None:
 
 def end_if_asked(session: Session) -> None:
     """End the run here if a plugin on any rank asks for it. Collective if a plugin can ask."""
-    if not session.hooks.can_end:
+    if not session.hooks.can_end:  # else each step would have one more exchange
         return
     if sum_of(len(session.control.reasons)):
         session.progress.ended = True

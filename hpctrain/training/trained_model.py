@@ -75,7 +75,7 @@ class TrainedModel:
         self.axes, self.shapes, self.given = built.axes, built.trained, built.given
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         axes = [plugin.traits for plugin in parts.parallelism.values()]
-        apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
+        apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")  # which no DTensor says
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
@@ -88,7 +88,8 @@ class TrainedModel:
         self.group_options = group_options(self.optimizer)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
-        self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
+        again = any(meshes.axis(axis).get_local_rank() for axis in repeated)  # the first rank counts the loss of all
+        self.loss_share = 0.0 if again else 1.0
         self.named_losses = NamedLosses(self.loss_share)
         self.runner = self._make_runner(device)
 
@@ -137,7 +138,7 @@ class TrainedModel:
     def _switch(self, mode: str) -> None:
         """Let an optimizer that has modes change the pieces to those for training or for all else. Collective."""
         if self.mode != mode and has_modes(self.optimizer):
-            getattr(self.optimizer, mode)()
+            getattr(self.optimizer, mode)()  # schedule-free optimizers evaluate at other values than they train at
             self.refresh()
         self.mode = mode
 
@@ -152,7 +153,7 @@ class TrainedModel:
             clip(gradients, norm, limit)
         self._step(step)
         self.sharded.refresh()
-        self.sharded.stepped(step + 1)
+        self.sharded.stepped(step + 1)  # counted from 1 for strategies that act at intervals
 
     def _step(self, step: int) -> None:
         """The optimizer's step. What it draws follows from the step, and is equal where ranks hold the same pieces.
@@ -215,12 +216,7 @@ class TrainedModel:
 
     def gradient(self, name: str) -> torch.Tensor:
         """A copy of the full gradient of a trained parameter after a step, zeros where a loop has dropped it. Collective."""
-
-        def gradient_of(piece: Piece) -> torch.Tensor:
-            found = piece.tensor.grad
-            return torch.zeros_like(piece.tensor) if found is None else found
-
-        return self._whole.of(name, gradient_of)
+        return self._whole.of(name, Piece.gradient)
 
     @property
     def place(self) -> dict[str, tuple[int, int]]:
@@ -245,7 +241,7 @@ class TrainedModel:
             if self._own_axes & set(piece.axes):
                 continue  # each rank of such an axis has a part of its own
             mine = piece.tensor
-            mine.data = mine.contiguous()
+            mine.data = mine.contiguous()  # a view of bytes needs it
             # as bytes: not every backend knows every dtype, and a mask is bool
             dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self.batch_group)
 
@@ -257,7 +253,7 @@ class TrainedModel:
 
     def route(self) -> float:
         """A number made of the blocks that have run in this step, equal on ranks that ran the same."""
-        return float(zlib.crc32("/".join(self.sharded.ran).encode()))
+        return float(zlib.crc32("/".join(self.sharded.ran).encode()))  # 32 bits, which a float64 holds
 
     def refuse_other_routes(self, routes: Sequence[float]) -> None:
         """Raises TrainingError on all ranks if ranks that gather parameters together ran different blocks, of which they have had

@@ -93,7 +93,7 @@ def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: f
     lines = [f"{'missing' if rank.seconds > limit else 'no answer in time'}: {_silent(rank)}" for rank in silent]
     absent = [status for status in statuses if status.waits_for is None]
     kinds = {
-        "missing": [status for status in absent if status.beat.idle >= limit / 2],
+        "missing": [status for status in absent if status.beat.idle >= limit / 2],  # others of the same hang came later
         "at work": [status for status in absent if status.beat.idle < limit / 2],
         "waiting": [status for status in statuses if status.waits_for is not None],
     }

@@ -84,7 +84,7 @@ class Guard:
             return self._left_out(verdict)
         if not figures.overflow and (verdict is None or verdict.updates):
             self._in_row = 0
-            self._losses.append(figures.loss)
+            self._losses.append(figures.loss)  # a step that is left out must not raise the median
         return verdict
 
     def _judge(self, figures: StepFigures) -> Verdict | None:
@@ -97,7 +97,7 @@ class Guard:
         if spike is None or len(self._losses) < spike.window:
             return None
         middle = median(self._losses)
-        if middle <= 0 or loss <= spike.factor * middle:
+        if middle <= 0 or loss <= spike.factor * middle:  # a multiple of a negative loss means nothing
             return None
         said = f"loss {loss:.4g} is above {spike.factor:g} x {middle:.4g}, the median of the last {spike.window} steps"
         return Verdict("loss_spike", spike.action, figures, said)
@@ -118,7 +118,7 @@ class Guard:
         before = self._target[1] if self._target is not None and self._target[0] == checkpoint else 0
         if before == self._table.limit:
             return False
-        self._target = checkpoint, before + 1
+        self._target = checkpoint, before + 1  # another checkpoint counts anew: the training has come further
         self.rollbacks += 1
         return True
 
