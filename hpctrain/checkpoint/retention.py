@@ -42,13 +42,12 @@ class Retention:
     """Keeps the `newest` checkpoints, those whose step is a multiple of `every`, and the `best` by evaluation.
 
     Without any of the three, all stay; with one of the others alone, `newest` is 1. A checkpoint whose step was not evaluated
-    is never one of the best. `read_values` is called once for each checkpoint of earlier starts.
+    is never one of the best.
     """
 
-    newest: int | None
-    every: int | None
-    best: Best | None
-    read_values: Callable[[Path], dict[str, Any]]
+    newest: int | None = None
+    every: int | None = None
+    best: Best | None = None
     _costs: dict[Path, float] = field(default_factory=dict)
 
     def saved(self, path: Path, values: dict[str, Any]) -> None:
@@ -56,10 +55,13 @@ class Retention:
         if self.best is not None:
             self._costs[path] = self.best.cost(values)
 
-    def staying(self, candidates: Sequence[Path], abandoned: set[str]) -> tuple[set[Path], Path | None]:
+    def staying(
+        self, read_values: Callable[[Path], dict[str, Any]], candidates: Sequence[Path], abandoned: set[str]
+    ) -> tuple[set[Path], Path | None]:
         """The `candidates` to keep, and the best one; None if none was evaluated, or without `best`.
 
-        Candidates come newest first, `abandoned` ones last; the latter count for `newest` alone.
+        Candidates come newest first, `abandoned` ones last; the latter count for `newest` alone. `read_values` is called once for
+        each checkpoint of earlier starts.
         """
         if self.newest is None and self.every is None and self.best is None:
             return set(candidates), None
@@ -70,14 +72,14 @@ class Retention:
         if self.best is None:
             return stay, None
         # the later of equals comes first
-        ranked = sorted((self._cost_of(path, self.best), -step_of(path), path) for path in current)
+        ranked = sorted((self._cost_of(path, self.best, read_values), -step_of(path), path) for path in current)
         leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
         return stay | {*leading}, next(iter(leading), None)
 
-    def _cost_of(self, path: Path, best: Best) -> float:
+    def _cost_of(self, path: Path, best: Best, read_values: Callable[[Path], dict[str, Any]]) -> float:
         if path not in self._costs:
             try:
-                self._costs[path] = best.cost(self.read_values(path))
+                self._costs[path] = best.cost(read_values(path))
             except (CheckpointError, OSError) as error:
                 LOG.warning("checkpoint %s has no evaluation that can be read: %s", path, reason(error))
                 self._costs[path] = math.inf

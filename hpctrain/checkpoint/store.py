@@ -26,7 +26,7 @@ from hpctrain.base.devices import use_device
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import describe_differences, hint_of, not_wanted, recognize
-from hpctrain.checkpoint.retention import Best, Retention
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.ranks.json_collectives import share, survey, together
@@ -76,25 +76,21 @@ class CheckpointStore:
         root: Path,
         format: CheckpointFormat,
         formats: Sequence[CheckpointFormat],
-        keep: int | None,
         group: dist.ProcessGroup,
+        retention: Retention | None = None,
         background_group: dist.ProcessGroup | None = None,
-        keep_every: int | None = None,
-        keep_best: Best | None = None,
         device: torch.device = _CPU,
     ) -> None:
         """root: the run's directory of checkpoints, equal on all ranks and on a file system that they share.
 
-        format: for `save`. formats: for `restore`. keep, keep_every, keep_best: how many of the newest stay, the interval of
-        steps that also stay, and which are the best and also stay; see `Retention`.
+        format: for `save`. formats: for `restore`. retention: which checkpoints stay; None for all.
         background_group: a second group of the same ranks in the same order, for `save_in_background`. device: the rank's.
         """
         self._directory = CheckpointDirectory(root)
         self._format, self._writer = format, format.writer()
         self._formats = {format.name: format} | {other.name: other for other in formats if other.name != format.name}
-        self._retention = Retention(keep, keep_every, keep_best, self._read_values)
-        self._group = group
-        self._background_group, self._device = background_group, device
+        self._retention = retention or Retention()
+        self._group, self._background_group, self._device = group, background_group, device
         self._background: _Background | None = None
         self.newest: Path | None = None
         """The newest complete checkpoint that was saved or restored; a background save counts once it was waited for."""
@@ -203,7 +199,7 @@ class CheckpointStore:
         if group.rank() == 0:  # the others go on: nothing here decides about the save
             self._retention.saved(final, state.values)
             try:
-                self._directory.retain(self._retention.staying, final)
+                self._directory.retain(partial(self._retention.staying, self._read_values), final)
             except OSError as error:  # too many checkpoints do no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final

@@ -14,7 +14,7 @@ from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
 from hpctrain.base.safe_files import CHECKPOINTS
 from hpctrain.checkpoint.directory import step_of
-from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
+from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best, Retention
 from hpctrain.checkpoint.state import SOURCE, TIED
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.contracts.life_cycle import PluginState
@@ -33,10 +33,9 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
     keep = table.keep_best
     best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
+    retention = Retention(table.keep, table.keep_every, best)
     directory = job.output_dir.absolute() / CHECKPOINTS
-    return CheckpointStore(
-        directory, parts.checkpoint, parts.formats, table.keep, world, behind, table.keep_every, best, device
-    )
+    return CheckpointStore(directory, parts.checkpoint, parts.formats, world, retention, behind, device)
 
 
 def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> bool:

@@ -196,7 +196,7 @@ def _restore(path: Path) -> int:
     pieces = [Piece.whole(name, torch.zeros(one.shape, dtype=one.dtype)) for name, one in tensors]
     try:
         with alone() as group:
-            CheckpointStore(path.parent, whole.format, formats, None, group).restore(pieces, path)
+            CheckpointStore(path.parent, whole.format, formats, group).restore(pieces, path)
     except HpctrainError as error:
         print(f"hpctrain: {error}", file=sys.stderr)
         return error.exit_code

@@ -85,7 +85,7 @@ LAYOUTS = ["replicated", "rows", "columns", "blocks", "rows of halves", "owner"]
 
 
 def store(root: Path, **more: Any) -> CheckpointStore:
-    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], None, dist.group.WORLD, **more)
+    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], dist.group.WORLD, **more)
 
 
 @pytest.mark.cases(default=["replicated-dcp", "rows-dcp", "rows of halves-dcp", "owner-dcp"], rest="nightly")
@@ -95,7 +95,7 @@ def test_any_layout_is_read_in_any_other_at_any_number_of_ranks(
     written: str, form: CheckpointFormat, root: Path
 ) -> None:
     tensors = whole()
-    one = CheckpointStore(root, form, [form], None, dist.group.WORLD)
+    one = CheckpointStore(root, form, [form], dist.group.WORLD)
     one.save(3, State(cut(tensors, written, size(), rank()), {"samples": rank()}))
     directory = root / "step-00000003"
     assert form.read_values(directory) == {"samples": 0, "step": 3}  # rank 0's
@@ -160,7 +160,7 @@ def test_a_changed_layout_on_one_rank_makes_all_plan_anew(root: Path) -> None:
 def test_a_hole_on_one_rank_is_an_error_on_all(form: CheckpointFormat, root: Path) -> None:
     part = Piece("model/w", (size() + 1,), (rank(),), torch.ones(1))
     with pytest.raises(CheckpointError, match=r"model/w can't be saved: .*hole"):
-        CheckpointStore(root, form, [form], None, dist.group.WORLD).save(1, State([part]))
+        CheckpointStore(root, form, [form], dist.group.WORLD).save(1, State([part]))
     assert names(root) == []
 
 
@@ -210,7 +210,7 @@ class Own(Hdf5):
 
 
 def test_a_format_whose_ranks_write_alone_fails_on_all_when_one_does(root: Path) -> None:
-    one = CheckpointStore(root, Own(None), [], None, dist.group.WORLD)
+    one = CheckpointStore(root, Own(None), [], dist.group.WORLD)
     for step in (1, 2):
         with pytest.raises(OSError, match="No space left"):
             one.save(step, State([]))
@@ -224,7 +224,7 @@ def test_a_directory_that_a_rank_does_not_share_is_told(
     other = size() - 1
     (tmp_path / "own").mkdir()
     monkeypatch.chdir(tmp_path / "own" if rank() == other > 0 else root)
-    one = CheckpointStore(Path("checkpoints"), form(None), [], None, dist.group.WORLD)
+    one = CheckpointStore(Path("checkpoints"), form(None), [], dist.group.WORLD)
     state = State([Piece.whole(f"model/{rank()}", torch.ones(3))])
     if other == 0:
         one.save(1, state)

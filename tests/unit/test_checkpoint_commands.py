@@ -70,7 +70,7 @@ def run_directory(tmp_path: Path) -> Iterator[Path]:
     """A run with the checkpoints of steps 1 and 2."""
     root = tmp_path / "run" / "checkpoints"
     with alone() as group:
-        store = CheckpointStore(root, Hdf5(None), [Hdf5(None)], None, group)
+        store = CheckpointStore(root, Hdf5(None), [Hdf5(None)], group)
         for step in (1, 2):
             store.save(step, state(step))
     yield tmp_path / "run"

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def store(root: Path, group: dist.ProcessGroup, keep: int | None = None, **more: Any) -> CheckpointStore:
-    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], keep, group, **more)
+def store(
+    root: Path, group: dist.ProcessGroup, keep: int | None = None, best: Best | None = None, **more: Any
+) -> CheckpointStore:
+    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], group, Retention(keep, best=best), **more)
 
 
 def state(step: int, rows: int = 4) -> State:
@@ -273,11 +275,11 @@ def test_steps_between_where_it_began_and_its_first_save_were_left_behind(
 @pytest.mark.parametrize("best", [Best(1), None])
 def test_best_names_no_checkpoint_that_is_gone(best: Best | None, tmp_path: Path, group: dist.ProcessGroup) -> None:
     """Training goes on before the only step that was evaluated, with keep_best or without."""
-    one = store(tmp_path, group, 2, keep_best=Best(1))
+    one = store(tmp_path, group, 2, best=Best(1))
     one.save(10, state(10))
     one.save(20, State(state(20).pieces, {"evaluation_loss": 1.0}))
     assert (tmp_path / "best").read_text() == "step-00000020\n"
-    again = store(tmp_path, group, 2, keep_best=best)
+    again = store(tmp_path, group, 2, best=best)
     again.restore([Piece.whole("model/w", torch.zeros(4, 3))], tmp_path / "step-00000010")
     again.save(15, state(15))
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
@@ -321,9 +323,10 @@ def test_what_stays_is_what_the_page_promises(
         root, there, left, own, began, step = Path(where), dict[int, float](), set[int](), set[int](), 0, 0
 
         def begin() -> tuple[CheckpointDirectory, Retention]:
-            return CheckpointDirectory(root), Retention(
-                keep, every, best and Best(best), lambda path: {"evaluation_loss": there[step_in(path)]}
-            )
+            return CheckpointDirectory(root), Retention(keep, every, best and Best(best))
+
+        def staying(candidates: Sequence[Path], abandoned: set[str]) -> tuple[set[Path], Path | None]:
+            return retention.staying(lambda path: {"evaluation_loss": there[step_in(path)]}, candidates, abandoned)
 
         directory, retention = begin()
         for event, number, loss in events:
@@ -340,7 +343,7 @@ def test_what_stays_is_what_the_page_promises(
                 step += number
                 final = directory.commit(directory.begin(step))
                 retention.saved(final, {"evaluation_loss": loss})
-                directory.retain(retention.staying, final)
+                directory.retain(staying, final)
                 left |= {one for one in there if one > began and one not in own}
                 left.discard(step)
                 own.add(step)

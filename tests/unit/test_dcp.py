@@ -114,14 +114,14 @@ def test_the_store_saves_and_restores_and_passes_over_a_damaged_one(
 ) -> None:
     formats = [Dcp(), Hdf5()]
     for step, form in ((1, Hdf5()), (2, Dcp()), (3, Dcp())):
-        CheckpointStore(tmp_path, form, formats, None, group).save(step, State(pieces(step)))
+        CheckpointStore(tmp_path, form, formats, group).save(step, State(pieces(step)))
     shard = next((tmp_path / "step-00000003").glob("*.distcp"))
     raw = bytearray(shard.read_bytes())
     at = raw.index(tensors()["model/a.weight"][0, :2].numpy().tobytes())
     raw[at] ^= 4
     shard.write_bytes(raw)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    result = CheckpointStore(tmp_path, formats[0], formats, None, group).restore(
+    result = CheckpointStore(tmp_path, formats[0], formats, group).restore(
         [Piece.whole(*one) for one in loaded.items()]
     )
     assert result is not None and result.step == 2 and same(loaded)

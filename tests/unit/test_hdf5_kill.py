@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 from hpctrain.api import Piece, State
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Restored
 from hpctrain.ranks.signals import STOPPING
 
@@ -27,7 +28,7 @@ def pieces(value: int) -> list[Piece]:
 
 
 def begin(root: Path) -> CheckpointStore:
-    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], 2, dist.group.WORLD)
+    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], dist.group.WORLD, Retention(2))
 
 
 def restore(root: Path) -> Restored | None:

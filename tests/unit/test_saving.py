@@ -183,8 +183,9 @@ def paths(*steps: int) -> list[Path]:
 def test_what_stays(newest: int | None, every: int | None, best: int | None, stay: list[int]) -> None:
     losses = {8: 3.0, 7: 2.0, 5: 1.0, 4: float("nan"), 9: 0.5}
     known = {path: {"evaluation_loss": losses[step]} for step, path in zip(losses, paths(*losses), strict=True)}
-    retention = Retention(newest, every, best and Best(best), lambda path: known.get(path, {}))
-    assert retention.staying(paths(8, 7, 6, 5, 4, 9), {"step-00000009"})[0] == set(paths(*stay))
+    retention = Retention(newest, every, best and Best(best))
+    kept, _ = retention.staying(lambda path: known.get(path, {}), paths(8, 7, 6, 5, 4, 9), {"step-00000009"})
+    assert kept == set(paths(*stay))
 
 
 @pytest.mark.cases(thorough=["True"])
