@@ -89,14 +89,16 @@ def _preset(name: str, place: str) -> Path:
         with suppress(ImportError):  # a distribution whose files are gone
             spec = find_spec(entry.value)  # unlike an import, it runs nothing of the package but its parents
             folders += [] if spec is None else list(spec.submodule_search_locations or ())
-    # of one name, a package's preset goes before the core's
-    presets = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
-    if name not in presets:
-        raise JobFileError(
-            f"{place}: extends: there is no preset {name!r}, here or in an installed package; expected one of "
-            f"{', '.join(sorted(presets))}"
-        )
-    return presets[name]
+    presets = sorted({path for folder in folders for path in Path(folder).glob("*.toml")})
+    named = [path for path in presets if path.stem == name]
+    if not named:
+        listed = ", ".join(sorted(path.stem for path in presets))
+        why = f"there is no preset {name!r}, here or in an installed package; expected one of {listed}"
+        raise JobFileError(f"{place}: extends: {why}")
+    if len(named) > 1:
+        why = f"packages have several presets {name!r}: {', '.join(map(str, named))}; give the path of one instead"
+        raise JobFileError(f"{place}: extends: {why}")
+    return named[0]
 
 
 def _case_of(error: tomli.TOMLDecodeError) -> str:

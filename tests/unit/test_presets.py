@@ -75,3 +75,20 @@ def test_an_unknown_preset_is_told_with_all_that_there_are(tmp_path: Path) -> No
     )
     told = found.rpartition("one of ")[2].split(", ")
     assert told == sorted(told) and set(told) >= PUBLISHED.keys()
+
+
+def test_a_preset_that_two_packages_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job must not change with what else is installed."""
+    (tmp_path / "acme").mkdir()
+    (tmp_path / "acme" / "gpt2-124m.toml").write_text("[model]\nlayers = 1\n")
+    entry_points = tmp_path / "acme-1.dist-info" / "entry_points.txt"
+    entry_points.parent.mkdir()
+    entry_points.write_text("[hpctrain.presets]\nacme = acme\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "job.toml"
+    path.write_text('extends = "preset:gpt2-124m"\n')
+    with pytest.raises(HpctrainError) as raised:
+        read_job(path)
+    found = str(raised.value)
+    assert found.startswith(f"{path}:1: extends: packages have several presets 'gpt2-124m': ")
+    assert str(tmp_path / "acme" / "gpt2-124m.toml") in found and found.count("gpt2-124m.toml") == 2
