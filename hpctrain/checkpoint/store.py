@@ -87,7 +87,7 @@ class CheckpointStore:
         background_group: a second group of the same ranks in the same order, for `save_in_background`. device: the rank's.
         """
         self._directory = CheckpointDirectory(root)
-        self._format, self._writer = format, format.writer()
+        self._writer = format.writer()
         self._formats = {format.name: format} | {other.name: other for other in formats if other.name != format.name}
         self._retention = retention or Retention()
         self._group, self._background_group, self._device = group, background_group, device
