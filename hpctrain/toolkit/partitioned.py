@@ -78,9 +78,11 @@ class Partitioned(Sharding):
 
 
 class PartitionedModel(BucketedModel):
-    """Each rank updates its slice of every bucket."""
+    """Each rank updates its slice of every bucket. A subclass's `synchronize` ends with `sum_over_replicas` and `hand_over`."""
 
     axis = "dp_shard"
+    parts: list[BucketSlice]
+    """This rank's slices, in the order of the buckets."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: PartitionedOptions) -> None:
         # the smaller limit: the same buckets are summed and gathered
@@ -94,7 +96,7 @@ class PartitionedModel(BucketedModel):
         device = next((bucket.entries[0].local.device for bucket in self.buckets), torch.device("cpu"))
         warn_if_useless(self.options.offload_optimizer, device)
         self._offloads = is_needed(self.options.offload_optimizer, device)
-        self._parts = [self._lay_out(bucket) for bucket in self.buckets]
+        self.parts = [self._lay_out(bucket) for bucket in self.buckets]
 
     @torch.no_grad()
     def _lay_out(self, bucket: Bucket) -> BucketSlice:
@@ -105,7 +107,7 @@ class PartitionedModel(BucketedModel):
             view.copy_(entry.local)
             entry.move_to(view)
         own = bucket.own_slice(flat)  # a view: the optimizer's updates are in the module's parameters at once
-        gradients = self._gradients_of(bucket)
+        gradients = self.slice_of_gradients(bucket)
         master, master_gradients = own, gradients
         if self._offloads:
             master, master_gradients = (host_copy(t, self.options.pin_memory) for t in (own, gradients))
@@ -122,36 +124,36 @@ class PartitionedModel(BucketedModel):
         return BucketSlice(flat, own, gradients, master, master_gradients, pieces, over_replicas)
 
     @abstractmethod
-    def _gradients_of(self, bucket: Bucket) -> Tensor:
+    def slice_of_gradients(self, bucket: Bucket) -> Tensor:
         """(share,): the memory for the summed gradients of this rank's slice."""
 
-    def _sum_over_replicas(self) -> None:
+    def sum_over_replicas(self) -> None:
         """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
             # a list: all sums begin before one is waited for
-            for finish in [part.sum.all_reduce(part.gradients) for part in self._parts]:
+            for finish in [part.sum.all_reduce(part.gradients) for part in self.parts]:
                 finish()
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Give every piece its gradient."""
         if self._offloads:
-            copy_to_host([part.master_gradients for part in self._parts], [part.gradients for part in self._parts])
-        for part in self._parts:
+            copy_to_host([part.master_gradients for part in self.parts], [part.gradients for part in self.parts])
+        for part in self.parts:
             for piece, gradient in part.pieces:
                 piece.tensor.grad = gradient
         self.begins_step = True
 
     @torch.no_grad()
     def adopt(self) -> None:
-        for part in self._parts if self._offloads else ():  # else the master is the slice itself
+        for part in self.parts if self._offloads else ():  # else the master is the slice itself
             part.master.copy_(part.own)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             if self._offloads:
                 part.own.copy_(part.master, non_blocking=True)  # whoever changes the master refreshes again
-        shared = [(bucket, part) for bucket, part in zip(self.buckets, self._parts, strict=True) if bucket.slices > 1]
+        shared = [(bucket, part) for bucket, part in zip(self.buckets, self.parts, strict=True) if bucket.slices > 1]
         if shared:
             works = [  # all at once: the network has the next gather while one ends
                 dist.all_gather_single(part.parameters, part.own, group=bucket.group, async_op=True)
@@ -162,7 +164,7 @@ class PartitionedModel(BucketedModel):
                 work.wait()
 
     def pieces(self) -> list[Piece]:
-        return [piece for part in reversed(self._parts) for piece, _ in part.pieces]  # buckets are in backward's order
+        return [piece for part in reversed(self.parts) for piece, _ in part.pieces]  # buckets are in backward's order
 
 
 def _owned(entry: BucketEntry, begin: int, master: Tensor, gradients: Tensor) -> list[tuple[Piece, Tensor]]:

@@ -38,7 +38,7 @@ class Zero1Model(PartitionedModel):
 
     options: Zero1Options
 
-    def _gradients_of(self, bucket: Bucket) -> Tensor:
+    def slice_of_gradients(self, bucket: Bucket) -> Tensor:
         bucket.gradients = bucket.buffer()
         return bucket.own_slice(bucket.gradients)
 
@@ -55,8 +55,8 @@ class Zero1Model(PartitionedModel):
 
     def synchronize(self) -> None:
         self.finish_reducing()
-        self._sum_over_replicas()
-        self._hand_over()
+        self.sum_over_replicas()
+        self.hand_over()
 
 
 @hookimpl

@@ -66,7 +66,7 @@ class Zero2Model(PartitionedModel):
     def _most_in_flight(self) -> int:
         return _IN_FLIGHT if self.options.overlap_communication else 0
 
-    def _gradients_of(self, bucket: Bucket) -> Tensor:
+    def slice_of_gradients(self, bucket: Bucket) -> Tensor:
         return bucket.entries[0].local.new_zeros(bucket.share)
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
@@ -95,7 +95,7 @@ class Zero2Model(PartitionedModel):
         if bucket.slices > 1:
             assert bucket.sum is not None
             bucket.finish = bucket.sum.reduce_scatter(bucket.own_slice(bucket.gradients), bucket.gradients)
-        self._in_flight.append((bucket, self._parts[self.reduced - 1]))
+        self._in_flight.append((bucket, self.parts[self.reduced - 1]))
         while len(self._in_flight) > self._most_in_flight():
             self._finish_oldest()
 
@@ -127,8 +127,8 @@ class Zero2Model(PartitionedModel):
 
     def synchronize(self) -> None:
         self._end_backward()
-        self._sum_over_replicas()
-        self._hand_over()
+        self.sum_over_replicas()
+        self.hand_over()
 
 
 def _kind(bucket: Bucket) -> _Kind:
