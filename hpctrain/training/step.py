@@ -31,11 +31,8 @@ from hpctrain.training.trained_model import TrainedModel
 
 LOG = logging.getLogger("hpctrain")
 
-# keys that only some rows of a step have, for which losses can't be called either
-_SOMETIMES = {
-    "rank_loss", "loss_scale", "skipped", "guard", "skipped_steps", "rollbacks", "seconds", "straggler", "model_flops_per_second",
-    "mfu", "goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second",
-}  # fmt: skip
+# what rank 0 measures of itself and adds to the row of metrics.jsonl
+_OF_RANK_0 = ("goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second")
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -208,12 +205,11 @@ class Steps:
             "skipped": None if all(one.taken for one in (update, *others.values())) else True,
             **model.guard.metrics(update.verdict),
         }
-        row = {key: value for key, value in row.items() if value is not None}
         losses = {**named, **{f"loss_{name}": one.figures.loss for name, one in others.items()}}
-        taken = [name for name in losses if name in row or name in _SOMETIMES]
+        taken = [name for name in losses if name in row or name in _OF_RANK_0]
         if taken:
             raise TrainingError(f"the loss reports {taken[0]!r}, which is a key of each row; expected another name")
-        row |= losses
+        row = {key: value for key, value in row.items() if value is not None} | losses
         row |= {f"lr_{name}": one.lr for name, one in others.items()}
         row |= {f"grad_norm_{name}": one.figures.norm for name, one in others.items()}
         return row, remark

@@ -123,13 +123,9 @@ class Guard:
         return True
 
     def metrics(self, verdict: Verdict | None) -> dict[str, Any]:
-        """The guards' keys of a step's row; none in a run without an event."""
-        found: dict[str, Any] = {} if verdict is None else {"guard": verdict.cause}
-        if self.skipped:
-            found["skipped_steps"] = self.skipped
-        if self.rollbacks:
-            found["rollbacks"] = self.rollbacks
-        return found
+        """The guards' keys of a step's row, None without an event."""
+        cause = None if verdict is None else verdict.cause
+        return {"guard": cause, "skipped_steps": self.skipped or None, "rollbacks": self.rollbacks or None}
 
     def state(self) -> list[PluginState]:
         """The guards' state in checkpoints, so that a resumed run judges as an uninterrupted one."""
