@@ -122,8 +122,8 @@ def complete(
         report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.newest})")
-        before = progress.steps_before
-        if before not in (None, progress.steps) and not progress.done:  # lr may jump here
+        before, last, factor = progress.steps_before, progress.step - 1, parts.schedule.factor
+        if before and not progress.done and factor(last, before) != factor(last, progress.steps):  # lr jumps here
             report.say(
                 f"schedule     {parts.schedule.name} spans {progress.steps} steps now and spanned {before} before"
             )
