@@ -25,6 +25,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from hpctrain.api import Piece, State
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, Restored
 
 ROWS, COLUMNS = 240, 500
@@ -46,7 +47,7 @@ def store_in(root: Path) -> CheckpointStore:
     """Keeps two."""
     group = dist.group.WORLD
     assert group is not None
-    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], 2, group)
+    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], group, Retention(2))
 
 
 def restore(root: Path, ranks: int, rank: int) -> Restored | None:
