@@ -216,6 +216,5 @@ def _bits(tensor: Tensor) -> object:
     """The form and the bytes of a tensor; None for one that has no plain memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    values = tensor.detach().cpu().resolve_conj().resolve_neg()  # both may be flags of a tensor, not in its memory
-    flat = values.contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)  # both may be mere flags
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()

@@ -15,7 +15,7 @@ from hpctrain.base.side_stream import SideStream
 from hpctrain.base.torch_private import foreach_copy_
 from hpctrain.contracts.compression import BucketSum, Compression, Compressor, Finish, GradientBucket, LossyCompression
 from hpctrain.contracts.pieces import Piece
-from hpctrain.model.mesh import Meshes
+from hpctrain.model.mesh import Meshes, group_apart
 
 
 class GradientReducer:
@@ -28,11 +28,15 @@ class GradientReducer:
         # the outer one: hybrid sharding is for nodes that shard among their own ranks
         self._axis = next((axis for axis in axes if self._groups[axis].size() > 1), axes[-1])
         self._lossy = compression if isinstance(compression, LossyCompression) else None
+        self._apart = self._groups[self._axis]
         self._threads: ThreadPoolExecutor | None = None
         device = torch.device(meshes.model.device_type)
         self._stream = SideStream(device)
-        if not is_accelerator(device):  # OpenMP would give the thread all cores
-            self._threads = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
+        if self._lossy is not None and not is_accelerator(device):
+            # a group of the thread's own: stage 3's gathers would come in between on some ranks earlier than on others
+            self._apart = group_apart(meshes.model, self._axis)
+            cores = torch.get_num_threads()  # OpenMP would give the thread all
+            self._threads = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (cores,))
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
         self.step, self.scale = 0, 1.0
@@ -43,7 +47,7 @@ class GradientReducer:
         is_compressed = axis == self._axis and group is self._groups[axis] and group.size() > 1
         if self._lossy is None or not is_compressed or content.dtype.is_complex:
             return _Sum(self, group, None)  # complex gradients travel in full: compressors know real numbers
-        self._compressors.append(self._lossy.compressor(content, group))
+        self._compressors.append(self._lossy.compressor(content, self._apart))
         return _Sum(self, group, self._compressors[-1])
 
     def begin(self, step: int, scale: float, may_be_left_out: bool) -> None:

@@ -175,6 +175,14 @@ def _connect(meshes: Meshes, device: torch.device) -> None:
             )
 
 
+def group_apart(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Another group of this rank's neighbours on an axis of a mesh of all ranks; collective over the world."""
+    place = (mesh.mesh_dim_names or ()).index(axis)
+    lines = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place)).tolist()
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lines)[0]
+    return group
+
+
 def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dist.ProcessGroup:
     """This rank's neighbours on the data axis that have the same place on the axis `own`; collective over the world."""
     names, own_names = model.mesh_dim_names or (), ranks.mesh_dim_names or ()

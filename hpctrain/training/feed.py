@@ -198,8 +198,7 @@ def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
     if isinstance(source, Stream):
         from hpctrain.data.streams import EvaluatedStream
 
-        one = min(workers, 1)  # each would read the whole stream
-        return Pool(EvaluatedStream(source, collate, job.job.seed), one, table.prefetch, table.start_method)
+        return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
     batches = Batches(source, collate, job.job.seed, named(parts.dataset, with_version=False))
     return Pool(batches, workers, table.prefetch, table.start_method)
 

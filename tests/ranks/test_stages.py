@@ -236,7 +236,7 @@ def test_inputs_of_blocks_in_host_memory_change_no_number(root, stage: int) -> N
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name},
-        batch={"micro_size": micro_size(True)},
+        batch={"micro_size": micro_size(True)}, model={"layers": 4},  # as many gathers and sums at a time as can be
     )  # fmt: skip
     rows = train_here(tables).rows
     found = compare(rows, reference(tables)[1], losses=2e-3, norms=5e-2)
