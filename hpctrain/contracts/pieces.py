@@ -53,10 +53,16 @@ class Piece:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "only ranks of its mesh have a DTensor"
         offsets = offsets_of(tensor.shape, placements, tuple(mesh.shape), coordinate)
-        names = mesh.mesh_dim_names or ()
-        axes = tuple(axis for axis, how in zip(names, placements, strict=True) if not how.is_replicate())
         with torch.no_grad():  # else to_local() gives a new tensor with a history
-            return Piece(name, tuple(tensor.shape), offsets, tensor.to_local(), axes)
+            return Piece(name, tuple(tensor.shape), offsets, tensor.to_local(), cut_axes(tensor))
+
+
+def cut_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The mesh axes that cut a tensor; none of a plain one."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placed = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return tuple(axis for axis, how in placed if not how.is_replicate())
 
 
 def laid_out_like(parameter: Tensor, local: Tensor) -> Tensor:

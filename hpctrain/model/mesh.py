@@ -177,28 +177,25 @@ def _connect(meshes: Meshes, device: torch.device) -> None:
 
 def group_apart(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Another group of this rank's neighbours on an axis of a mesh of all ranks; collective over the world."""
-    place = (mesh.mesh_dim_names or ()).index(axis)
-    lines = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place)).tolist()
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lines)[0]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(_lines(mesh, axis))[0]
     return group
+
+
+def _lines(mesh: DeviceMesh, axis: str) -> list[list[int]]:
+    """The ranks of each of an axis's groups."""
+    place = (mesh.mesh_dim_names or ()).index(axis)
+    lines: list[list[int]] = mesh.mesh.movedim(place, -1).reshape(-1, mesh.size(place)).tolist()
+    return lines
 
 
 def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dist.ProcessGroup:
     """This rank's neighbours on the data axis that have the same place on the axis `own`; collective over the world."""
-    names, own_names = model.mesh_dim_names or (), ranks.mesh_dim_names or ()
-    size = ranks.size(own_names.index(own))
-    places = ranks.mesh.movedim(own_names.index(own), 0).reshape(size, -1)  # (place, ranks there)
-    place_of = {int(rank): place for place in range(size) for rank in places[place]}
-    mine = None
-    for line in model.mesh.movedim(names.index(axis), -1).reshape(-1, model.size(names.index(axis))).tolist():
-        for place in range(size):
-            members = [rank for rank in line if place_of[rank] == place]
-            # every rank of the world calls it for all groups
-            group = dist.new_group(members, group_desc=f"{axis} beside {own}") if members else None
-            if dist.get_rank() in members:
-                mine = group
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+    place_of = {rank: place for line in _lines(ranks, own) for place, rank in enumerate(line)}
+    places = range(ranks[own].size())
+    apart = [[rank for rank in line if place_of[rank] == place] for line in _lines(model, axis) for place in places]
+    apart = [members for members in apart if members]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(apart, group_desc=f"{axis} beside {own}")[0]
+    return group
 
 
 def _mesh(axes: dict[str, int], device: torch.device) -> DeviceMesh:

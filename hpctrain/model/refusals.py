@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import UsageError, shown
 from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import MetaModel, ModelSpec
+from hpctrain.contracts.pieces import cut_axes
 from hpctrain.contracts.plugin import Plugin, broken
 from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
@@ -85,14 +85,7 @@ Outline = Mapping[str, tuple[tuple[int, ...], bool, set[str]]]
 
 def outline_of(module: nn.Module) -> Outline:
     """The outline of `module` as it lies on this rank."""
-    return {name: (tuple(p.shape), p.requires_grad, _axes(p)) for name, p in module.named_parameters()}
-
-
-def _axes(parameter: nn.Parameter) -> set[str]:
-    if not isinstance(parameter, DTensor):
-        return set()
-    placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return {axis for axis, placement in placed if not placement.is_replicate()}
+    return {name: (tuple(p.shape), p.requires_grad, {*cut_axes(p)}) for name, p in module.named_parameters()}
 
 
 def refuse_change(before: Outline, plugin: Plugin, method: str, module: nn.Module, may_lack: bool = False) -> Outline:
