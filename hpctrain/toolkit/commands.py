@@ -19,18 +19,6 @@ from hpctrain.cli.options import example, say, set_option
 from hpctrain.registry.hookspecs import hookimpl
 
 __all__ = [
-    "EXIT_CANCELLED",
-    "EXIT_DONE",
-    "EXIT_STOPPED",
-    "EXIT_TRAINING",
-    "EXIT_USAGE",
-    "EnvironmentUnfitError",
-    "OpenGroup",
-    "UsageError",
-    "escaped",
-    "example",
-    "hookimpl",
-    "reason",
-    "say",
-    "set_option",
-]
+    "EXIT_CANCELLED", "EXIT_DONE", "EXIT_STOPPED", "EXIT_TRAINING", "EXIT_USAGE", "EnvironmentUnfitError", "OpenGroup",
+    "UsageError", "escaped", "example", "hookimpl", "reason", "say", "set_option",
+]  # fmt: skip
