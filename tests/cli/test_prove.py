@@ -231,6 +231,7 @@ def test_a_loop_of_one_s_own(job: JobFile, fault: str, first: str, hint: str) ->
     assert len(found["layouts"]) == 4 and len(resumed) == 2 and resumed[0]["state"] == "alike", found
 
 
+@pytest.mark.thorough
 def test_what_can_t_be_proved_is_told(job: JobFile) -> None:
     done, _ = prove(job, "--layout", "two")
     assert done.code == 2 and "found 'two', expected a number of ranks first" in done.err, done

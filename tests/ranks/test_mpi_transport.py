@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from training import job
+from training import job, thorough
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
@@ -67,7 +67,7 @@ def test_all_reduce_in_blocks(world, way) -> None:
     assert torch.equal(tensor, sum(values(rank, BLOCKS) for rank in range(world.size)))
 
 
-@pytest.mark.parametrize("elements", [*SIZES, BLOCKS])
+@pytest.mark.parametrize("elements", [*SIZES, thorough(BLOCKS)])
 @pytest.mark.parametrize("aliased", [False, True])
 def test_reduce_scatter(world, way, elements: int, aliased: bool) -> None:
     sources = torch.cat([values(world.rank + r, elements) for r in range(world.size)])

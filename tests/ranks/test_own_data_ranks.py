@@ -15,7 +15,7 @@ from modules import built
 from plain import Step, gpt_loss, module_of, samples_of, stacked, train_plainly
 from test_stages import compare
 from torch.nn.functional import cross_entropy
-from training import SGD, job, nightly, session_of, train_here
+from training import SGD, job, nightly, session_of, thorough, train_here
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
@@ -232,7 +232,7 @@ def _plain_epochs(text: str, smaller: bool, rates: tuple[float, ...]) -> list[St
     )
 
 
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("drops", [False, thorough(True)])
 @pytest.mark.parametrize("layout", [nightly({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=str)
 def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops: bool) -> None:
     """Batches and learning rates by epochs, over a resume within the second one."""

@@ -16,7 +16,7 @@ from modules import Langevin, Normed, Switched, both_splits, built, foreign_step
 from plain import Step, batches_of, gpt_loss, module_of, samples_of, stacked, train_gpt, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from training import SGD, TINY, job, nightly, own_device, session_of, train_here
+from training import SGD, TINY, job, nightly, own_device, session_of, thorough, train_here
 
 from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.contracts.dataset import Samples
@@ -470,7 +470,7 @@ def drawing(root, **tables: Any) -> dict[str, Any]:
     return job(**{"job": {"output_dir": str(root)}, "optimizer": optimizer, "precision": {"mode": "fp64"}, **tables})
 
 
-@pytest.mark.parametrize("stage", [0, 1, nightly(2), 3])
+@pytest.mark.parametrize("stage", [thorough(0), 1, nightly(2), thorough(3)])
 def test_an_optimizer_that_draws(root, stage: int) -> None:
     """Replicas draw alike, at stage 0 as one process, and a resume goes on with the same numbers."""
     whole = train_here(drawing(root / "whole", sharding={"stage": stage})).rows

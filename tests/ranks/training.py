@@ -28,6 +28,11 @@ from hpctrain.training.session import Session
 from hpctrain.training.start import Start
 
 
+def thorough(*values: Any) -> Any:
+    """A case of a parametrized test that takes long."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def nightly(*values: Any) -> Any:
     """A case of a parametrized test for the night: others show the same."""
     return pytest.param(*values, marks=pytest.mark.nightly)

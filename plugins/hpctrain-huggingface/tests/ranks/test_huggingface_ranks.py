@@ -22,7 +22,7 @@ from test_stages import compare
 from test_token_batches import losses_of, mean_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training import nightly, session_of, train_here
+from training import nightly, session_of, thorough, train_here
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.job.problems import JobError
@@ -243,7 +243,7 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3}
 @pytest.mark.parametrize(
     ("layout", "dropout"),
     [
-        (STAGE_3, True),
+        thorough(STAGE_3, True),
         pytest.param(TENSOR, False, marks=pytest.mark.shown_on(2)),
         nightly({"sharding": {"stage": 2}}, False),
         nightly({}, True),
