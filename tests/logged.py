@@ -54,7 +54,7 @@ def table(name: str, directory: Path = Path("out")) -> list[dict[str, str]]:
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: steps and values by name."""
+    """TensorBoard's steps and values by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()

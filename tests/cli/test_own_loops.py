@@ -79,7 +79,7 @@ def test_ranks_train_as_one_process(alone: Path, tmp_path: Path, stage: int, ran
 
 
 def changed(directory: Path, layout: str, ranks: int) -> list[dict[str, Any]]:
-    """What the loops of changing_loops.py come to on each rank."""
+    """The results of the loops in changing_loops.py, a dict for each rank."""
     words = [MPIEXEC, "-n", str(ranks), sys.executable, str(Path(LOOPS).with_name("changing_loops.py")), layout, "out"]
     done = run(words, directory, timeout=280)
     assert done.code == 0, done
@@ -88,7 +88,7 @@ def changed(directory: Path, layout: str, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def changed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What they come to on one rank."""
+    """The results on one rank."""
     return changed(tmp_path_factory.mktemp("alone"), "0", 1)[0]
 
 

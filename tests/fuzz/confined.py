@@ -82,7 +82,7 @@ class Confined:
 
 @contextmanager
 def confined() -> Iterator[Confined]:
-    """One `Confined` for many tests."""
+    """Share a `Confined` among many tests."""
     one = Confined()
     try:
         yield one

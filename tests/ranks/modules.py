@@ -164,7 +164,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def two_losses(outputs: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """One as a mean, the other one by row."""
+    """Return a mean, and a loss for each row."""
     return {"class": cross_entropy(outputs, target), "size": 0.1 * outputs.square().mean(1)}
 
 
@@ -282,7 +282,7 @@ TP_PLAN = {
 
 
 class Transformer(nn.Module):
-    """One block and a tied head, as a third party would write it."""
+    """A block and a tied head, as a third party would write them."""
 
     def __init__(
         self,

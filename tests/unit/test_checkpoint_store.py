@@ -1,4 +1,4 @@
-"""Which checkpoints there are and which one is taken, on one rank; tests/ranks has the same with several."""
+"""The choice among checkpoints on one rank; tests/ranks has the same on several."""
 
 from __future__ import annotations
 
@@ -639,7 +639,7 @@ def test_state_dicts_of_training_programs(tmp_path: Path, group: dist.ProcessGro
 
 
 def test_weights_that_fit_in_part(weights_path: Path, group: dist.ProcessGroup) -> None:
-    """What isn't in the file, or has another shape, keeps its values; what is left is named."""
+    """Tensors that the file lacks, or has in another shape, keep their values; the rest of the file is named."""
     scale, weight = Piece.whole("layer.scale", torch.zeros(())), Piece.whole("layer.weight", torch.zeros(4, 4))
     head = Piece.whole("head", torch.full((2,), 7.0))
     remarks = load_weights(weights_path, [Hdf5(None)], [scale, weight, head], group, strict=False)
@@ -667,7 +667,7 @@ def test_a_flipped_bit_in_a_torch_file_is_found(tmp_path: Path, group: dist.Proc
 
 
 class Exploding:
-    """What a crafted torch file would run if it were unpickled freely."""
+    """Code in a crafted torch file, which free unpickling would run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("exploded",))

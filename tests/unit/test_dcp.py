@@ -287,7 +287,7 @@ def test_values_that_are_no_object_are_refused(checkpoint: Path) -> None:
 
 
 def test_the_values_of_a_checkpoint_of_hpctrain_s_are_missed(checkpoint: Path) -> None:
-    """Those of other programs have none."""
+    """Checkpoints of other programs have no such values."""
     (checkpoint / "hpctrain.json").unlink()
     assert Dcp().verify(checkpoint) == [f"{checkpoint / 'hpctrain.json'}: the file is missing"]
 

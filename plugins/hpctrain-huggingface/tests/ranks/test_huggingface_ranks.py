@@ -44,7 +44,7 @@ def saved(root: Path, name: str) -> Path:
 
 
 def plain(path: Path) -> Any:
-    """What from_pretrained gives, in fp64, with transformers' own attention."""
+    """The model of from_pretrained, in fp64, with transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
     kinds = {"experts_implementation": "eager", "attn_implementation": "eager"}
