@@ -1,11 +1,10 @@
-"""Trials before the first step: of the user's loss on the first outputs, of an optimizer on a few random numbers; and a context
-whose forwards leave no trace."""
+"""Trials of an optimizer on a few random numbers before the first step; and a context whose forwards leave no trace."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,60 +14,16 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.torch_private import buffers_of
-from hpctrain.contracts.model import Batch, ModelSpec, map_tensors, tensors_in, trained_loss
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plugin import broken
-from hpctrain.registry.user_code.model import UserModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-# elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations
-_MANY = 2**24
-# relative; in 16 bits, numbers are within a hundredth
-_OF_A_SUM = 0.05
 _LR = 0.01
 # relative to the largest change; rounding errors are below a thousandth of it
 _TOLERANCE = 1e-3
 # the types of attributes that a forward may set
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) -> str:
-    """A sentence on a user's loss that is a sum where a mean is due: two equal samples have four times the loss of one.
-
-    "" where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as often,
-    since it may communicate.
-    """
-    rows = {len(one) if one.dim() else 0 for one in tensors_in([outputs, batch])}
-    if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
-        return ""
-    if sum(one[:1].numel() for one in tensors_in(outputs)) > _MANY:
-        return ""
-    try:
-        tried = spec.apart()
-        once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
-        with torch.no_grad(), forked_random_state(device):
-            single, double = (_by_name(trained_loss(tried.loss(*one))) for one in (once, twice))
-    except Exception:  # a loss may need outputs of a kind, or all rows
-        return ""
-    for name, value in single.items():
-        if abs(value) > 1e-6 and abs(double[name] - 4 * value) <= _OF_A_SUM * abs(value):
-            told = f"{value:.4g} for a sample, {double[name] / 2:.4g} for it twice"
-            return (
-                f"the loss{name} of {spec.name} grows with the number of samples ({told}): gradients change with [batch] "
-                "micro_size and the ranks; a mean over the micro batch, or a loss for each row, does not"
-            )
-    return ""
-
-
-def _repeated(value: Any, count: int) -> Any:
-    """The first row of each tensor, `count` times."""
-    return map_tensors(lambda one: torch.cat([one.detach()[:1]] * count), value)
-
-
-def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:
-    named = {f" {name!r}": one for name, one in loss.items()} if isinstance(loss, Mapping) else {"": loss}
-    return {name: float(one) for name, one in named.items()}
 
 
 def refuse_hidden_state(plugin: Optimizer, build: Build) -> None:

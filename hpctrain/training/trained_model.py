@@ -33,7 +33,7 @@ from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
-from hpctrain.model.trials import Build, refuse_hidden_state, try_loss, updates_parts_alike
+from hpctrain.model.trials import Build, refuse_hidden_state, updates_parts_alike
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.registry.user_code.reference import is_reference
@@ -121,6 +121,8 @@ class TrainedModel:
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
         if not self._has_forwarded and is_reference(self.parts.model.name):
+            from hpctrain.registry.user_code.model import try_loss  # here: a plugin's model needs none of it
+
             self.remark = try_loss(self.parts.model, outputs, batch, self.device)
         self._has_forwarded = True
         self._hooks.forwarded(step, outputs, batch)

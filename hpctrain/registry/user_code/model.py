@@ -12,11 +12,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hpctrain.base.devices import forked_random_state
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.torch_private import children_of
-from hpctrain.contracts.model import Batch, PipelineModel
+from hpctrain.contracts.model import Batch, ModelSpec, PipelineModel, map_tensors, tensors_in, trained_loss
 from hpctrain.registry.blame import users_code
 from hpctrain.registry.user_code.reference import refuse_arguments, resolve, resolve_for
+
+# elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations
+_MANY = 2**24
+# relative; in 16 bits, numbers are within a hundredth
+_OF_A_SUM = 0.05
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,6 @@ class UserModel(PipelineModel):
             )
         return value.sum()
 
-    def apart(self) -> UserModel:
-        """The same model with a copy of its loss: an object's calls change nothing here."""
-        return UserModel(self.name, self._factory, copy.deepcopy(self._loss), self.options)
-
     def target(self, batch: Batch) -> Tensor:
         if not isinstance(batch, (Mapping, Sequence)):
             raise TrainingError(
@@ -180,3 +182,42 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         else:
             for name, inner in run:
                 yield from _blocks(inner, f"{prefix}{name}.")
+
+
+def try_loss(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) -> str:
+    """A sentence on a user's loss that is a sum where a mean is due: two equal samples have four times the loss of one.
+
+    "" where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as often,
+    since it may communicate.
+    """
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in([outputs, batch])}
+    if not isinstance(spec, UserModel) or len(rows) != 1 or 0 in rows:
+        return ""
+    if sum(tensor[:1].numel() for tensor in tensors_in(outputs)) > _MANY:
+        return ""
+    try:
+        # a copy of the loss: calls of an object may change it
+        trial = UserModel(spec.name, spec._factory, copy.deepcopy(spec._loss), spec.options)
+        once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
+        with torch.no_grad(), forked_random_state(device):
+            single, double = (_by_name(trained_loss(trial.loss(*samples))) for samples in (once, twice))
+    except Exception:  # a loss may need outputs of a kind, or all rows
+        return ""
+    for name, value in single.items():
+        if abs(value) > 1e-6 and abs(double[name] - 4 * value) <= _OF_A_SUM * abs(value):
+            growth = f"{value:.4g} for a sample, {double[name] / 2:.4g} for it twice"
+            return (
+                f"the loss{name} of {spec.name} grows with the number of samples ({growth}): gradients change with [batch] "
+                "micro_size and the ranks; a mean over the micro batch, or a loss for each row, does not"
+            )
+    return ""
+
+
+def _repeated(value: Any, count: int) -> Any:
+    """The first row of each tensor, `count` times."""
+    return map_tensors(lambda tensor: torch.cat([tensor.detach()[:1]] * count), value)
+
+
+def _by_name(loss: Tensor | Mapping[str, Tensor]) -> dict[str, float]:
+    losses = {f" {name!r}": value for name, value in loss.items()} if isinstance(loss, Mapping) else {"": loss}
+    return {name: float(value) for name, value in losses.items()}
