@@ -86,8 +86,15 @@ def _change_rows(path: Path, **keys: Any) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_without_matplotlib_the_default_is_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy(tmp_path / "run")
+    monkeypatch.setattr("hpctrain_tools.commands.report.find_spec", lambda name: None)
+    done = in_process("report", "run", cwd=tmp_path)
+    assert done.code == 0 and done.out.startswith("# run") and "pip install 'hpctrain[plots]'" in done.err, done
+
+
 @pytest.mark.thorough
-def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) -> None:
+def test_a_page_is_refused_where_matplotlib_is_broken_and_a_text_is_not(tmp_path: Path) -> None:
     planted = healthy(tmp_path / "run")
     hidden = tmp_path / "hidden"
     hidden.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -17,9 +18,7 @@ _FORMATS = ("html", "markdown", "json")
                              "hpctrain report runs/gpt --format markdown", "hpctrain report runs/gpt --plan plan.json"),
 )  # fmt: skip
 @click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--format", "kind", default="html", show_default=True, type=click.Choice(_FORMATS), help="HTML needs matplotlib."
-)
+@click.option("--format", "kind", type=click.Choice(_FORMATS), help="Default: html, and markdown without matplotlib.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE",
     help="Default: of HTML, report.html in RUN_DIR, or here for several runs; else the terminal.",
@@ -28,7 +27,7 @@ _FORMATS = ("html", "markdown", "json")
     "--plan", type=click.Path(path_type=Path), metavar="FILE",
     help="Compare the memory with a plan, as `hpctrain plan JOB.toml -n RANKS --json > FILE` writes it.",
 )  # fmt: skip
-def command(runs: tuple[Path, ...], kind: str, output: Path | None, plan: Path | None) -> None:
+def command(runs: tuple[Path, ...], kind: str | None, output: Path | None, plan: Path | None) -> None:
     """Write a report of a run: how it ended, what limited it, what to try next, and all that its files tell.
 
     Works on any machine that sees RUN_DIR, while the run goes on and afterwards. Several runs are compared.
@@ -40,6 +39,10 @@ def command(runs: tuple[Path, ...], kind: str, output: Path | None, plan: Path |
 
     for run in runs:
         _refuse_no_run(run)
+    if kind is None and output is None and find_spec("matplotlib") is None:
+        say("markdown, since a page with plots needs matplotlib: pip install 'hpctrain[plots]'", err=True)
+        kind = "markdown"
+    kind = kind or "html"
     if kind == "html":
         refuse_without_matplotlib()
         output = output or (runs[0] / FILE_NAME if len(runs) == 1 else Path(FILE_NAME))
