@@ -91,7 +91,7 @@ def local_rank() -> int:
 def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Zeros, (elements,), in memory that the ranks of `group` on this node share; the same size on each rank. Collective.
 
-    The group's collectives read such a tensor in place instead of copying it, and also a slice that is the same on all
+    Reductions and gathers of the group read such a tensor in place instead of copying it, and also a slice that is the same on all
     ranks. The memory lives as long as the group. For a group of another backend it is ordinary memory.
     """
     allocate = getattr(group or dist.group.WORLD, "allocate", None)

@@ -134,14 +134,6 @@ def test_a_message_arrives_while_nobody_waits_for_it(world):
         dist.barrier(group=world.gloo)
 
 
-def test_futures(world):
-    right, left = neighbours(world)
-    received = torch.zeros(10)
-    future = dist.irecv(received, left).get_future()
-    dist.isend(torch.ones(10), right).get_future().wait()
-    assert torch.equal(future.wait()[0], torch.ones(10))
-
-
 def test_from_several_threads(world):
     right, left = neighbours(world)
     results: dict[int, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Collectives that only move data, through a node's memory.
 
-A small message is passed on in one round. For a large message the ranks meet first. Then they read it in place if it lies in
-memory allocated here, or if the system lets them read the owner's memory. Otherwise it is copied through the outboxes,
+A small message is passed on in one round. To gather large ones, the ranks meet first. Then they read them in place if they lie in
+memory allocated here, or if the system lets them read the owner's memory. Otherwise messages are copied through the outboxes,
 block by block.
 
 All tensors are plain (see buffers) and checked.
@@ -25,14 +25,6 @@ _LINE = 64  # bytes: where the ranks' parts of an outbox begin
 
 def broadcast(node: NodeMemory, tensor: Tensor, root: int) -> None:
     """Copy the root's bytes to all ranks."""
-    if tensor.nbytes >= _WORTH_FETCHING:
-        node.sync(node.place(tensor))
-        place = node.places[root]
-        if node.reaches([place]):
-            if node.rank != root:
-                node.fetch(root, place, flattened(tensor))
-            node.sync()  # others may still be reading
-            return
     for block in torch.split(_bytes(tensor), OUTBOX):
         if node.rank == root:
             node.outbox[: block.numel()].copy_(block)
@@ -88,8 +80,6 @@ def all_gather_small(node: NodeMemory, output: Tensor, tensor: Tensor) -> None:
 
 def all_to_all(node: NodeMemory, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Send `inputs[r]` to rank r, receive into `outputs[r]`. All are of one size; outputs and inputs share no memory."""
-    if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
-        return
     sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
     width = OUTBOX // node.size // _LINE * _LINE
     others = [rank for rank in range(node.size) if rank != node.rank]
@@ -102,23 +92,6 @@ def all_to_all(node: NodeMemory, outputs: Sequence[Tensor], inputs: Sequence[Ten
             place = node.rank * width
             targets[rank][start:end].copy_(node.read(rank)[place : place + end - start])
     targets[node.rank].copy_(sources[node.rank])
-
-
-def _all_to_all_where_it_lies(node: NodeMemory, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Do it if the inputs of all ranks can be read in place; return whether it was done."""
-    boxes = node.boxes(torch.int64, node.size)
-    boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))
-    node.sync()
-    places = [box.tolist() for box in boxes]
-    if not node.reaches([place for line in places for place in line]):
-        return False
-    for rank, output in enumerate(outputs):
-        if rank == node.rank:
-            output.view(-1).copy_(inputs[rank].view(-1))
-        else:
-            node.fetch(rank, places[rank][node.rank], flattened(output))
-    node.sync()  # others may still be reading
-    return True
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -11,17 +11,14 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from hpctrain.base import accounting
 from hpctrain.base.torch_groups import PythonWork
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
-from hpctrain.mpi.process_group.engine import settle
 from hpctrain.mpi.transfer.buffers import message, plain_like
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 from hpctrain.mpi.transfer.watch import Presence
@@ -164,7 +161,6 @@ class MessageWork(PythonWork):
         self._statuses = [MPI.Status() for _ in requests]
         self._testing = threading.Lock()
         self._posted = time.perf_counter()
-        self._future: Future[Any] | None = None
 
     def test(self) -> bool:
         """Drive MPI once; return whether the message has been delivered or has failed."""
@@ -204,9 +200,6 @@ class MessageWork(PythonWork):
         accounting.record(self._messages.group, self.name, nbytes, time.perf_counter() - self._posted)
         self.done = True
         self._messages.finished(self)
-        if self._future is not None:
-            # In a thread of its own: a callback may wait for another message, and this thread drives those.
-            threading.Thread(target=settle, args=(self._future, self.wait, self.result), daemon=True).start()
 
     # The names below are torch's.
 
@@ -232,12 +225,3 @@ class MessageWork(PythonWork):
     def source_rank(self) -> int:
         """The group rank of the sender."""
         return self._statuses[0].Get_source()
-
-    def get_future(self) -> Future[Any]:
-        """A future of the tensors."""
-        with self._testing:
-            if self._future is None:
-                self._future = Future()
-                if self.done:
-                    settle(self._future, self.wait, self.result)
-        return self._future

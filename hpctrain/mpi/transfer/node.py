@@ -83,8 +83,8 @@ class NodeMemory:
         return [line[_PLACE + parity] for line in self._lines]
 
     def reaches(self, places: Sequence[int]) -> bool:
-        """Whether `fetch` can copy from these places."""
-        return all(self.is_allocated(place) or (place != 0 and self._peers is not None) for place in places)
+        """Whether `fetch` can copy from all of these places."""
+        return self.is_allocated(*places) or (self._peers is not None and 0 not in places)
 
     def at(self, rank: int, place: int, like: Tensor) -> Tensor:
         """The tensor of a rank at a place in the allocated memory, flat, of the size and dtype of `like`."""
