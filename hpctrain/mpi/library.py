@@ -48,10 +48,9 @@ if not MPI.Is_initialized():
     forget(os.environ, _added)
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-    _LEVELS = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     raise EnvironmentUnfitError(
-        f"MPI gives THREAD_{_LEVELS.get(MPI.Query_thread(), 'UNKNOWN')}, expected THREAD_MULTIPLE, because training "
-        "communicates from its own threads; start MPI with mpi4py.rc.thread_level = 'multiple' (the default), "
+        "MPI was started with fewer threads, expected THREAD_MULTIPLE, because training communicates from its own threads; start "
+        "MPI with mpi4py.rc.thread_level = 'multiple' (the default), "
         f"or use an MPI built with thread support (this one: {MPI.Get_library_version().splitlines()[0].strip()})"
     )
 

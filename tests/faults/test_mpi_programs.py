@@ -46,14 +46,14 @@ def test_a_rank_that_never_enters_is_named(mpiexec: Mpiexec, what: str, elements
     operation = "barrier" if what == "barrier" else "all_reduce"
     assert "caught True on rank 0 after" in output, output
     assert f"{operation} (number 2 of group" in output and "within 2 s on rank 0" in output
-    assert "rank 2 has not entered it" in output and "rank 1 waited as well" in output
+    assert "rank 2 did not enter it" in output
     assert status != 0 and seconds < 25
 
 
 @pytest.mark.nightly
 def test_a_future_gets_the_timeout_too(mpiexec: Mpiexec) -> None:
     status, output, _ = run(mpiexec, 3, "missing_rank.py", "future", 10)
-    assert "rank 2 has not entered it" in output and status != 0, output
+    assert "rank 2 did not enter it" in output and status != 0, output
 
 
 @pytest.mark.cases(rest="thorough")

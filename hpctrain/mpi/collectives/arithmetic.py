@@ -30,7 +30,6 @@ _ARITHMETIC: dict[ReduceOp.RedOpType, _Combine] = {
 }
 # Booleans saturate: one true makes the sum true, one false makes the product false.
 _TRUTH = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -47,7 +46,8 @@ class Reduction:
 
         Raises ValueError if `op` is not defined for `dtype`.
         """
-        return _reduction(kind_of(op).value, dtype, size)
+        named: Any = op  # the stubs of torch's versions differ
+        return _reduction(getattr(named, "op", named).value, dtype, size)  # a ReduceOp may carry a factor
 
     def __call__(self, pieces: Sequence[Tensor], output: Tensor, spare: Tensor) -> None:
         """Combine the pieces, (elements,) each, of all ranks in rank order into `output`.
@@ -78,36 +78,13 @@ class Reduction:
 @cache  # keyed by the number: hashing torch's enum takes longer than the rest
 def _reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
     kind = ReduceOp.RedOpType(number)
-    return Reduction(_arithmetic(kind, dtype), size if kind == ReduceOp.AVG else None)
-
-
-def kind_of(op: ReduceOp | ReduceOp.RedOpType) -> ReduceOp.RedOpType:
-    """The operation of a ReduceOp, without the factor that it may carry."""
-    named: Any = op  # the stubs of torch's versions differ
-    kind: ReduceOp.RedOpType = getattr(named, "op", named)
-    return kind
-
-
-def _arithmetic(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        raise ValueError(f"found a reduction of {dtype}, expected a wider type: 8-bit floats have no arithmetic")
-    fractional = dtype.is_floating_point or dtype.is_complex
-    if kind in _BITWISE and fractional:
-        raise ValueError(f"found {kind.name} of {dtype}, expected an integer or bool tensor")
-    if kind == ReduceOp.AVG and not fractional:
-        raise ValueError(f"found {kind.name} of {dtype}, expected a floating-point tensor; use SUM and divide")
-    if kind == ReduceOp.PREMUL_SUM:
-        raise ValueError("found PREMUL_SUM, which only NCCL has; multiply before a SUM")
-    if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise ValueError(f"found {kind.name} of {dtype}, expected SUM or AVG for complex tensors")
-    if kind == ReduceOp.AVG:
-        kind = ReduceOp.SUM
-    elif dtype == torch.bool:
-        kind = _TRUTH.get(kind, kind)
-    combine = _ARITHMETIC[kind]
+    operation = ReduceOp.SUM if kind == ReduceOp.AVG else kind
+    if dtype == torch.bool:
+        operation = _TRUTH.get(operation, operation)
     one = torch.ones(1, dtype=dtype)
     try:
-        combine(one, one, one.clone())
-    except RuntimeError as error:
-        raise ValueError(f"found {kind.name} of {dtype}, which torch cannot compute on the CPU ({error})") from error
-    return combine
+        reduction = Reduction(_ARITHMETIC[operation], size if kind == ReduceOp.AVG else None)
+        reduction([one, one], one.clone(), spare=one.clone())
+    except (RuntimeError, KeyError) as error:  # PREMUL_SUM is NCCL's alone
+        raise ValueError(f"found {kind.name} of {dtype}, which torch can't compute on the CPU ({error})") from error
+    return reduction

@@ -21,20 +21,6 @@ def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def outputs_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Flat views as those of views_of, for tensors that are written to: each element must have its own memory."""
-    views = views_of(tensors)
-    for view in views:
-        if not view.is_contiguous() and any(
-            n > 1 and not step for n, step in zip(view.shape, view.stride(), strict=True)
-        ):
-            raise ValueError(
-                f"found an output tensor {tuple(view.shape)} whose elements share memory, as after expand(); "
-                "expected memory for each element: clone() it first"
-            )
-    return views
-
-
 def check_root(rank: int, size: int) -> int:
     """The rank, if a group of `size` has it."""
     if not 0 <= rank < size:
@@ -50,11 +36,6 @@ def check_size(name: str, large: Tensor, other: str, small: Tensor, factor: int)
             f"found an {name} of {large.numel()} elements {tuple(large.shape)}, expected {small.numel() * factor}: "
             f"{factor} times {other}'s {small.numel()} {tuple(small.shape)}"
         )
-
-
-def check_own_part(output: Tensor, part: Tensor) -> None:
-    """Require that a rank's input for itself has the size of its output."""
-    check_size("output for this rank", output, "the input", part, 1)
 
 
 def check_list(name: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, any_size: bool = False) -> None:

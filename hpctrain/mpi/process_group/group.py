@@ -33,10 +33,8 @@ from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group import BACKEND, Settings
 from hpctrain.mpi.process_group.checks import (
     check_list,
-    check_own_part,
     check_root,
     check_size,
-    outputs_of,
     split_sizes,
     views_of,
 )
@@ -110,7 +108,7 @@ class MPIProcessGroup(PythonGroup):
         opts = opts or AllreduceOptions()
         if tensors[0].layout != torch.strided:
             raise ValueError(f"found a tensor of layout {tensors[0].layout}, expected a dense one")
-        views = outputs_of(tensors)
+        views = views_of(tensors)
         reduce = self._reduction(opts.reduceOp, views)
 
         def run(collectives: OverNetwork) -> None:
@@ -123,7 +121,7 @@ class MPIProcessGroup(PythonGroup):
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
         root = check_root(opts.rootRank, self._size)
-        views = outputs_of(tensors) if self._rank == root else views_of(tensors)
+        views = views_of(tensors)
         reduce = self._reduction(opts.reduceOp, views)
 
         def run(collectives: OverNetwork) -> None:
@@ -138,7 +136,7 @@ class MPIProcessGroup(PythonGroup):
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        targets, inputs = outputs_of(outputs), views_of(tensors)
+        targets, inputs = views_of(outputs), views_of(tensors)
         reduce = self._reduction(opts.reduceOp, inputs)
         for target, source in zip(targets, inputs, strict=True):
             check_size("input", source, "the output", target, self._size)
@@ -155,7 +153,7 @@ class MPIProcessGroup(PythonGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        targets = outputs_of(outputs)
+        targets = views_of(outputs)
         reduce = self._reduction(opts.reduceOp, targets)
         lists = [views_of(tensors) for tensors in inputs]
         for target, sources in zip(targets, lists, strict=True):
@@ -180,7 +178,7 @@ class MPIProcessGroup(PythonGroup):
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        targets, sources = outputs_of(outputs), views_of(tensors)
+        targets, sources = views_of(outputs), views_of(tensors)
         for target, source in zip(targets, sources, strict=True):
             check_size("output", target, "the input", source, self._size)
 
@@ -196,10 +194,10 @@ class MPIProcessGroup(PythonGroup):
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        sources, lists = views_of(tensors), [outputs_of(targets) for targets in outputs]
+        sources, lists = views_of(tensors), [views_of(targets) for targets in outputs]
         for targets, source in zip(lists, sources, strict=True):
             check_list("outputs", targets, source, self._size, any_size=True)
-            check_own_part(targets[self._rank], source)
+            check_size("output for this rank", targets[self._rank], "the input", source, 1)
         # Every rank passes all outputs, so all ranks agree on whether the sizes differ.
         even = all(target.nbytes == targets[0].nbytes for targets in lists for target in targets)
 
@@ -222,7 +220,7 @@ class MPIProcessGroup(PythonGroup):
     ) -> Work:
         root = check_root(opts.rootRank, self._size)
         source = views_of(tensors)[0]
-        targets = outputs_of(outputs[0]) if self._rank == root else []
+        targets = views_of(outputs[0]) if self._rank == root else []
         if self._rank == root:
             check_list("outputs", targets, source, self._size)
 
@@ -235,7 +233,7 @@ class MPIProcessGroup(PythonGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions
     ) -> Work:
         root = check_root(opts.rootRank, self._size)
-        targets = outputs_of(outputs)
+        targets = views_of(outputs)
         sources = views_of(inputs[0]) if self._rank == root else []
         if self._rank == root:
             check_list("inputs", sources, targets[0], self._size)
@@ -249,11 +247,10 @@ class MPIProcessGroup(PythonGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # type: ignore[override]
         root = check_root(opts.rootRank, self._size)
-        is_root = self._rank == root
-        views = views_of(tensors) if is_root else outputs_of(tensors)
+        views = views_of(tensors)
 
         def run(collectives: OverNetwork) -> None:
-            in_place(views, lambda buffer: collectives.broadcast(buffer, root), changes=not is_root)
+            in_place(views, lambda buffer: collectives.broadcast(buffer, root), changes=self._rank != root)
 
         return self._submit("broadcast", run, list(tensors), views, opts)
 
@@ -265,12 +262,12 @@ class MPIProcessGroup(PythonGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: AllToAllOptions | None = None,
     ) -> Work:
-        target, source = outputs_of([output])[0], views_of([tensor])[0]
+        target, source = views_of([output])[0], views_of([tensor])[0]
         even = not output_split_sizes and not input_split_sizes
         output_sizes = split_sizes("output", target, output_split_sizes, self._size)
         input_sizes = split_sizes("input", source, input_split_sizes, self._size)
-        own = self._rank
-        check_own_part(torch.split(target, output_sizes)[own], torch.split(source, input_sizes)[own])
+        mine, given = torch.split(target, output_sizes)[self._rank], torch.split(source, input_sizes)[self._rank]
+        check_size("output for this rank", mine, "the input", given, 1)
 
         def run(collectives: OverNetwork) -> None:
             def move(buffer: Tensor) -> None:
@@ -287,10 +284,10 @@ class MPIProcessGroup(PythonGroup):
     def alltoall(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
     ) -> Work:
-        targets, sources = outputs_of(outputs), views_of(inputs)
+        targets, sources = views_of(outputs), views_of(inputs)
         check_list("outputs", targets, sources[0], self._size, any_size=True)
         check_list("inputs", sources, targets[0], self._size, any_size=True)
-        check_own_part(targets[self._rank], sources[self._rank])
+        check_size("output for this rank", targets[self._rank], "the input", sources[self._rank], 1)
 
         def run(collectives: OverNetwork) -> None:
             def move(buffers: Sequence[Tensor]) -> None:
@@ -324,10 +321,10 @@ class MPIProcessGroup(PythonGroup):
         return self._messages.send([plain(view) for view in views_of(tensors)], dst, tag)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
-        return self._messages.receive(outputs_of(tensors), src, tag)
+        return self._messages.receive(views_of(tensors), src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        return self._messages.receive(outputs_of(tensors), ANY_SOURCE, tag)
+        return self._messages.receive(views_of(tensors), ANY_SOURCE, tag)
 
     def _submit(
         self,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -104,11 +105,8 @@ class Presence:
 
     def publish(self, number: int, name: str) -> None:
         """Publish that this rank waits in operation `number`, called `name`."""
-        try:
+        with suppress(RuntimeError):  # the store's host has left, as the report of the timeout will say
             self._store.set(f"position/{self._group_rank}", f"{number} {name}")
-        except RuntimeError:
-            # The store's host has left. The timeout report will say so; waiting goes on until then.
-            return
 
     def roll_call(self, number: int, name: str) -> str:
         """A description of the ranks that have not entered operation `number`. Waits up to _LISTEN seconds for late ones."""
@@ -117,16 +115,24 @@ class Presence:
         try:
             while True:
                 positions = self._read()
-                if not self._absent(positions, number) or time.monotonic() > give_up:
+                absent = [rank for rank in range(len(self.ranks)) if positions.get(rank, (0, ""))[0] < number]
+                if not absent or time.monotonic() > give_up:
                     break
                 time.sleep(0.1)
         except RuntimeError as error:
             return (
                 f"which ranks are missing is unknown: the store on rank 0 does not answer ({error}), it may have ended"
             )
-        return self._describe(positions, number, name)
+        clauses = [f"{name_ranks([self.ranks[rank] for rank in absent])} did not enter it"] if absent else []
+        clauses += [
+            f"{name_ranks([self.ranks[rank]])} waits in {other} (number {place}) instead"
+            for rank, (place, other) in positions.items()
+            if place >= number and (place, other) != (number, name)
+        ]
+        return "; ".join(clauses) or "all ranks entered it, but the transfer did not finish"
 
     def _read(self) -> dict[int, tuple[int, str]]:
+        """The positions of the group's ranks, as far as they are known."""
         positions = {}
         for group_rank in range(len(self.ranks)):
             key = f"position/{group_rank}"
@@ -134,25 +140,6 @@ class Presence:
                 number, name = self._store.get(key).decode().split(" ", 1)
                 positions[group_rank] = (int(number), name)
         return positions
-
-    def _absent(self, positions: dict[int, tuple[int, str]], number: int) -> list[int]:
-        return [r for r in range(len(self.ranks)) if r not in positions or positions[r][0] < number]
-
-    def _describe(self, positions: dict[int, tuple[int, str]], number: int, name: str) -> str:
-        absent = self._absent(positions, number)
-        waiting = [r for r, position in positions.items() if position == (number, name) and r != self._group_rank]
-        elsewhere = {r: p for r, p in positions.items() if p[0] >= number and p != (number, name)}
-        parts = []
-        if absent:
-            verb = "has" if len(absent) == 1 else "have"
-            parts.append(f"{name_ranks([self.ranks[r] for r in absent])} {verb} not entered it")
-        parts += [
-            f"{name_ranks([self.ranks[r]])} waits in {other} (number {n}) instead"
-            for r, (n, other) in sorted(elsewhere.items())
-        ]
-        if waiting:
-            parts.append(f"{name_ranks([self.ranks[r] for r in waiting])} waited as well")
-        return "; ".join(parts) if absent or elsewhere else "all ranks entered it, but the transfer did not finish"
 
 
 class OperationWatch:
