@@ -44,6 +44,7 @@ from hpctrain.base.safe_files import (
     temporary_name,
 )
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
+from hpctrain.base.store.gloo import gloo_backend
 from hpctrain.base.torch_attention import AttentionKernel, Documents, causal_attention, fused_attention
 from hpctrain.base.torch_groups import PythonGroup
 from hpctrain.base.torch_private import (
@@ -121,8 +122,7 @@ from hpctrain.model.gradients import Residual
 from hpctrain.model.parameters import named_tensors, tie, tied_parameters
 from hpctrain.model.trials import without_trace
 from hpctrain.mpi import Settings as MPISettings
-from hpctrain.mpi import shared_zeros
-from hpctrain.ranks.backends import gloo_backend, mpi_backend
+from hpctrain.mpi import mpi_backend, shared_zeros
 from hpctrain.ranks.json_collectives import (
     Outcome,
     agree,

@@ -27,16 +27,15 @@ _DEPTH, _OBJECTS, _ENTRIES = 6, 1000, 64
 
 
 class Generator(NamedTuple):
-    """A random generator. state: comparable."""
+    """A random generator."""
 
     state: Callable[[], Any]
     restore: Callable[[Any], object]
     seed: Callable[[int], object]
 
 
-def _python(of: random.Random | ModuleType) -> Generator:
-    made: Any = of
-    return Generator(made.getstate, made.setstate, made.seed)
+def _python(of: Any) -> Generator:
+    return Generator(of.getstate, of.setstate, of.seed)
 
 
 def _torch(of: torch.Generator) -> Generator:
@@ -46,36 +45,23 @@ def _torch(of: torch.Generator) -> Generator:
     return Generator(lambda: of.get_state().numpy().tobytes(), restore, of.manual_seed)
 
 
-class _State:
-    """A state of NumPy's, whose arrays have no == for the whole."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and _frozen(self.value) == _frozen(other.value)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _frozen(one) for key, one in value.items()}
-    return value.tobytes() if isinstance(value, np.ndarray) else value
-
-
 def _numpy(of: np.random.Generator | np.random.RandomState) -> Generator:
     if isinstance(of, np.random.RandomState):
         old = of
-        return Generator(
-            lambda: _State(old.get_state(legacy=False)),
-            lambda kept: old.set_state(kept.value),
-            lambda number: old.seed(number % 2**32),
-        )
+        return Generator(lambda: old.get_state(legacy=False), old.set_state, lambda number: old.seed(number % 2**32))
     bits: Any = of.bit_generator
 
-    def restore(kept: _State) -> None:
-        bits.state = kept.value
+    def restore(state: Any) -> None:
+        bits.state = state
 
-    return Generator(lambda: _State(bits.state), restore, lambda number: restore(_State(type(bits)(number).state)))
+    return Generator(lambda: bits.state, restore, lambda number: restore(type(bits)(number).state))
+
+
+def _comparable(state: Any) -> Any:
+    """A state whose parts have an == for the whole, which NumPy's arrays lack."""
+    if isinstance(state, dict):
+        return {key: _comparable(part) for key, part in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _own(data: object) -> Iterator[Generator]:
@@ -140,6 +126,7 @@ class Draws:
         """
         generators = self._generators
         before = [one.state() for one in generators]
+        states = [_comparable(state) for state in before]
         while True:
             changed: Collection[int] = range(len(before))
             try:
@@ -148,7 +135,7 @@ class Draws:
                 else:
                     results = [self._seeded(name, partial(call, *name), self._drawn) for name in names]
                 rest = set(range(len(before))) - self._drawn
-                drawn = {number for number in rest if generators[number].state() != before[number]}
+                drawn = {number for number in rest if _comparable(generators[number].state()) != states[number]}
                 changed = self._drawn | drawn
             finally:
                 for number in changed:

@@ -16,7 +16,7 @@ import importlib
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -40,7 +40,6 @@ T = TypeVar("T")
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 """A context in which torch's operators bypass the caller's dispatch modes, which must not see a collective's arithmetic."""
 
-# what torch.distributions draws gamma, beta and Dirichlet numbers with
 get_layout = torch.serialization._get_layout
 """The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.restricted_pickle` allows."""
 
@@ -61,20 +60,6 @@ def joint_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """The mesh of an axis, as `Parallelism.apply` gets it, and of those of `axes` that the job has, the outermost first."""
     root, wanted = mesh._get_root_mesh(), {*(mesh.mesh_dim_names or ()), *axes}
     return root[tuple(axis for axis in root.mesh_dim_names or () if axis in wanted)]
-
-
-class _Called(torch.autograd.Function):
-    """Calls a function where gradients are computed."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
 
 
 def communicate_by_dtype(unit: nn.Module, gather: Any, sums: Callable[[], Any]) -> None:
@@ -113,8 +98,9 @@ def clear_sharding_cache(device: torch.device) -> None:
     _clear_sharding_prop_cache()
     if device.type != "cpu":
         with torch.inference_mode(False), torch.enable_grad():
-            one = torch.ones((), device=device, requires_grad=True)
-            _Called.apply(one, _clear_sharding_prop_cache).backward()  # type: ignore[no-untyped-call]
+            product = torch.ones((), device=device, requires_grad=True) * 1.0
+            product.register_hook(lambda _: _clear_sharding_prop_cache())
+            product.backward()
 
 
 def strided_parts(placement: Placement, dim: int) -> int | None:
@@ -184,19 +170,10 @@ def move_local(tensor: DTensor, values: Tensor) -> None:
 # Operators on many tensors at once, as torch's optimizers use them: one launch on a GPU instead of one per tensor.
 
 
-def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target."""
-    torch._foreach_copy_(targets, sources)
-
-
-def foreach_add_(targets: list[Tensor], others: list[Tensor]) -> None:
-    """Add tensors to others of the same shapes and devices, together where that is faster."""
-    torch._foreach_add_(targets, others)
-
-
-def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply each in place."""
-    torch._foreach_mul_(tensors, factor)
+foreach_copy_, foreach_add_, foreach_mul_ = torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_
+"""The first list's tensors become the second's, or grow by these, or are multiplied by a number."""
+foreach_norm = torch._foreach_norm
+"""The 2-norm of each."""
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -209,14 +186,6 @@ def is_compiled_module(module: nn.Module) -> bool:
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each tensor was changed in place."""
     return [tensor._version for tensor in tensors]
-
-
-def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The 2-norm of each."""
-    return torch._foreach_norm(tensors)
-
-
-# Single operators.
 
 
 def end_workers(loader: DataLoader[Any]) -> None:

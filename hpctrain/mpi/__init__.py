@@ -101,6 +101,11 @@ def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | N
     return memory.view(dtype)
 
 
+def mpi_backend() -> str:
+    """The name of torch.distributed's backend over MPI, for communicators that use it. Its options are MPISettings."""
+    return BACKEND
+
+
 def create_group(options: Any, settings: Settings | None = None) -> dist.ProcessGroup:
     """The group that `options` describe, as torch gives them to a backend. settings: None for those of the world's group.
 

@@ -11,8 +11,6 @@ from hpctrain.base.errors import EnvironmentUnfitError
 
 __all__ = ["create_group"]
 
-__all__ = ["create_group"]
-
 BACKEND = "named_gloo"
 
 _CONNECT = timedelta(seconds=60)  # all members are there by then
@@ -40,6 +38,11 @@ def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
         ) from error
     group.set_timeout(options.timeout)
     return group
+
+
+def gloo_backend() -> str:
+    """The name of the backend over gloo whose groups name missing ranks, for communicators."""
+    return BACKEND
 
 
 dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
