@@ -24,19 +24,12 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Core(NamedTuple):
-    """A physical core. numa: the NUMA node that it belongs to. cpus: the system's numbers, several with multithreading."""
-
-    numa: int
-    cpus: tuple[int, ...]
-
-
 class Binding(NamedTuple):
     """The CPUs of this rank, its threads for computing, and what was done, as a sentence for people."""
 
     cpus: Sequence[int]
     threads: int
-    told: str = ""
+    sentence: str = ""
     by_hpctrain: bool = False
 
 
@@ -49,8 +42,8 @@ def bound(world: World, bind: CpuBind) -> Iterator[Binding]:
     mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     binding = _agree(world, bind, mask)
     torch.set_num_threads(binding.threads)
-    if binding.told:
-        LOG.info("cores: %s; threads: %d", binding.told, binding.threads)
+    if binding.sentence:
+        LOG.info("cores: %s; threads: %d", binding.sentence, binding.threads)
     try:
         yield binding
     finally:
@@ -66,21 +59,15 @@ def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
     if ranks == 1:
         return Binding(mask, _threads(len(cores)))
     if alike < ranks:  # some may use other CPUs: a launcher has dealt them out
-        return Binding(mask, _threads(len(cores) // alike), f"{_named(cores)}, bound by the launcher")
-    if bind == "none":
-        why_not = '[job] cpu_bind is "none"'
-    elif len(cores) < ranks:
-        why_not = f"{ranks} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
-    else:
+        return Binding(mask, _threads(len(cores) // alike), f"CPUs {spans(mask)}, bound by the launcher")
+    if bind == "auto" and len(cores) >= ranks:
         own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]  # neighbours, by NUMA node
-        cpus = [cpu for core in own for cpu in core.cpus]
-        try:
+        cpus = [cpu for core in own for cpu in core]
+        with suppress(OSError):  # a container may forbid it
             _move(cpus)
-            return Binding(cpus, _threads(len(own)), f"{_named(own)}, bound by hpctrain", by_hpctrain=True)
-        except OSError as error:  # a container may forbid it
-            why_not = str(error.strerror)
-    told = f"{_named(cores)}, shared by {ranks} ranks, not bound by hpctrain: {why_not}"
-    return Binding(mask, _threads(len(cores) // ranks), told)  # else each rank would start a thread for every core
+            return Binding(cpus, _threads(len(own)), f"CPUs {spans(cpus)}, bound by hpctrain", by_hpctrain=True)
+    # a share of the threads, else each rank would start one for every core
+    return Binding(mask, _threads(len(cores) // ranks), f"CPUs {spans(mask)}, shared by {ranks} ranks, not bound")
 
 
 def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
@@ -93,8 +80,8 @@ def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:
     return [(of_machine[report[0]], alike[report], next(next_place[report])) for report in map(tuple, reports)]
 
 
-def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
-    """The cores that have any of `cpus`, with these, by NUMA node. Where the system does not tell, each CPU is a core of node 0."""
+def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[list[int]]:
+    """The physical cores, by NUMA node, each with its CPUs among `cpus`. A CPU of which the system tells nothing is one."""
     of_core: dict[tuple[int, str], list[int]] = {}
     for cpu in sorted(cpus):
         files, siblings = system / f"cpu{cpu}", f"alone {cpu}"
@@ -102,7 +89,7 @@ def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
         with suppress(OSError):
             siblings = (files / "topology" / "thread_siblings_list").read_text()
         of_core.setdefault((numa, siblings), []).append(cpu)
-    return sorted(Core(numa, tuple(held)) for (numa, _), held in of_core.items())
+    return [core for _, core in sorted((numa, core) for (numa, _), core in of_core.items())]
 
 
 def machine_id(node: str) -> str:
@@ -111,15 +98,8 @@ def machine_id(node: str) -> str:
 
 
 def _threads(cores: int) -> int:
-    """OMP_NUM_THREADS if set, else one for each core of this rank's."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores)
-
-
-def _named(cores: Sequence[Core]) -> str:
-    """ "CPUs 0-3 (NUMA node 0)" """
-    cpus, nodes = [cpu for core in cores for cpu in core.cpus], sorted({core.numa for core in cores})
-    return f"CPU{'s' * (len(cpus) > 1)} {spans(cpus)} (NUMA node{'s' * (len(nodes) > 1)} {spans(nodes)})"
+    """Threads, one for each core of this rank's unless OMP_NUM_THREADS has told torch another number."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, cores)
 
 
 def _move(cpus: Sequence[int]) -> None:

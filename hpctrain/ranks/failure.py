@@ -25,7 +25,6 @@ from hpctrain.ranks.meeting import MEETING_TIMEOUT, PeerError, World, meet
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.watchdog.watcher import end_waiting_ranks
 
 # how long a rank waits after a failed communication for the rank at fault to print
@@ -65,8 +64,8 @@ def in_a_line(error: BaseException, identity: Identity) -> str:
 
 
 @contextmanager
-def met(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_TIMEOUT) -> Iterator[World]:
-    """Meet the other ranks; an error of one of several ranks in this context ends all. timeout: as of `meet`."""
+def world_of_ranks(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_TIMEOUT) -> Iterator[World]:
+    """The ranks, once they have met; an error of one of several ranks in this context ends all. timeout: as of `meet`."""
     world = meet(identity, channel, timeout)
     try:
         yield world
@@ -77,32 +76,40 @@ def met(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_T
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        allow_objects()
         world.close()
 
 
 def leave(world: World, error: BaseException) -> NoReturn:
     """End this process and the other ranks with the exit code of the first error on any rank, which its rank prints."""
     ignore_terminate()
-    code = exit_code_of(error)
-    if not isinstance(error, PeerError):  # rank 0 prints
-        if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
-            _wait_for_print(world, _AFTER_THE_CAUSE)
-        first = _claim(world, f"{world.identity.rank} {code}")
-        if first is None:
-            code = EXIT_TRAINING  # rank 0, which holds the store, is gone and has printed the reason
-        elif first.split()[0] != str(world.identity.rank):
-            code = int(first.split()[1])
-            _wait_for_print(world, _PATIENCE)
-        else:
-            _print(world, error)
-        with suppress(RuntimeError):  # of a store that is gone with rank 0; likewise below
-            world.store.set("failed/printed", "1")
+    code = _told_code(world, error)
     world.channel.report_exit(code)
     everybody = _all_leave(world)
     if not everybody:
         end_waiting_ranks(world, code)
     end_now(world.identity, code, everybody)
+
+
+def _told_code(world: World, error: BaseException) -> int:
+    """The exit code of the first error on any rank, once this error's rank or that of the first one has printed it."""
+    own = exit_code_of(error)
+    if isinstance(error, PeerError):  # rank 0 prints, and all have its code
+        return own
+    if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
+        _wait_for_print(world, _AFTER_THE_CAUSE)  # the rank at fault comes first
+    try:
+        first = world.store.compare_set("failed", "", f"{world.identity.rank} {own}").decode()
+    except RuntimeError:  # the store is gone with rank 0, which has printed the reason
+        return EXIT_TRAINING
+    rank, code = map(int, first.split())
+    if rank != world.identity.rank:
+        _wait_for_print(world, _PATIENCE)
+        return code
+    print(describe(error, world.identity), file=sys.stderr, flush=True)
+    world.channel.report_error(in_a_line(error, world.identity))
+    with suppress(RuntimeError):  # of a store that is gone with rank 0; likewise below
+        world.store.set("failed/printed", "1")
+    return code
 
 
 def delay_terminate() -> None:
@@ -111,7 +118,13 @@ def delay_terminate() -> None:
     `srun --kill-on-bad-exit` sends SIGTERM to ranks that exit slightly later than the first. They must exit with the code
     that all agreed on. Killed by the signal they would turn 75 into 143, and the batch script would not requeue the job.
     """
-    signal.signal(signal.SIGTERM, _end_soon)
+
+    def end_soon(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+        signal.alarm(_LEAVING_SECONDS)
+
+    signal.signal(signal.SIGTERM, end_soon)
 
 
 def end_on_signals(channel: RankChannel) -> None:
@@ -157,24 +170,6 @@ def limited(stage: str, seconds: float, channel: RankChannel, identity: Identity
         yield
     finally:
         timer.cancel()
-
-
-def _end_soon(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
-    signal.alarm(_LEAVING_SECONDS)
-
-
-def _print(world: World, error: BaseException) -> None:
-    print(describe(error, world.identity), file=sys.stderr, flush=True)
-    world.channel.report_error(in_a_line(error, world.identity))
-
-
-def _claim(world: World, mine: str) -> str | None:
-    """The first rank's "rank code"; None when the store is out of reach."""
-    with suppress(RuntimeError):
-        return world.store.compare_set("failed", "", mine).decode()
-    return None
 
 
 def _all_leave(world: World) -> bool:

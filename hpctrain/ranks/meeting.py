@@ -22,7 +22,6 @@ from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -57,6 +56,9 @@ class World:
     def close(self) -> None:
         """Leave the store; on rank 0 this stops it."""
         if self.guarded is not None:
+            from hpctrain.ranks.restricted_pickle import allow_objects
+
+            allow_objects()
             self.guarded.close()
 
     def share(self, key: str, make: Callable[[], Any]) -> Any:
@@ -188,8 +190,10 @@ def take_device(world: World, communicator: Communicator, accelerator: int | Non
 
 def start_communication(world: World, communicator: Communicator, seconds: float) -> None:
     """Set up torch.distributed over `communicator`."""
-    restrict_objects()
     if world.guarded is not None:
+        from hpctrain.ranks.restricted_pickle import restrict_objects  # a rank alone gets no pickles
+
+        restrict_objects()
         # NCCL's threads ask this store for news of a failure, by default each rank once a second: rank 0 answers in Python
         os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", "60000")
     dist.init_process_group(

@@ -6,10 +6,7 @@ import os
 import signal
 import threading
 import time
-from multiprocessing import resource_tracker
 from types import FrameType
-
-from hpctrain.base.child_python import guard_multiprocessing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, termination by a launcher or Slurm, and `#SBATCH --signal=USR1@60` before the time limit."""
@@ -34,19 +31,16 @@ def note_early() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
-def came_early() -> bool:
-    """Whether a signal was kept; asked once."""
-    came = bool(_early)
-    _early.clear()
-    return came
-
-
 def keep_from_children() -> None:
     """Block these signals on this thread; processes that it starts inherit the mask, and import nothing of the current directory.
 
     A terminal or Slurm signals every process of a job. The processes that load samples must survive that: the last step
     before the save needs them.
     """
+    from multiprocessing import resource_tracker
+
+    from hpctrain.base.child_python import guard_multiprocessing
+
     guard_multiprocessing()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     resource_tracker.ensure_running()  # else it starts with the first process, and unblocks two of these signals
@@ -90,7 +84,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
-            if came_early():
+            if _early:
+                _early.clear()
                 self._handle(signal.SIGUSR1, None)
         return self
 

@@ -27,7 +27,7 @@ from hpctrain.job.raw import RawJob
 from hpctrain.ranks.accelerators import agree_on_communicator
 from hpctrain.ranks.binding import bound
 from hpctrain.ranks.detection import fallback_notice, torchrun_variables
-from hpctrain.ranks.failure import met
+from hpctrain.ranks.failure import world_of_ranks
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.meeting import World, compare_ranks, start_communication, take_device
 from hpctrain.ranks.prints import labelled_prints, own, tell
@@ -116,7 +116,7 @@ def started(
 def meet(start: Start) -> None:
     """Meet the other ranks; from now on an error of one of several ranks ends all."""
     start.undo.callback(start.lock.close)  # of the output directory: kept until all ranks have left
-    start.world = start.undo.enter_context(met(start.identity, start.channel))
+    start.world = start.undo.enter_context(world_of_ranks(start.identity, start.channel))
     start.undo.push(lambda kind, *_: None if kind else start.channel.report_exit(start.exit_code))
     start.undo.enter_context(torchrun_variables(start.identity))
     start.undo.enter_context(cached_on_node())
@@ -174,7 +174,7 @@ def communicate(start: Start) -> None:
     start.checked = replace(start.checked, parts=replace(parts, communicator=agreed.communicator))
     start.device = take_device(world, agreed.communicator, agreed.accelerator)
     # before there are threads that compute
-    start.cores = undo.enter_context(bound(world, job.job.cpu_bind)).told
+    start.cores = undo.enter_context(bound(world, job.job.cpu_bind)).sentence
     patience = job.communicator.timeout_seconds  # after the first step, the watchdog's is shorter
     if job.compile.enabled and "timeout_seconds" not in job.communicator.model_fields_set:
         patience = max(patience, _COMPILATION)

@@ -79,7 +79,7 @@ def test_ranks_that_mpiexec_has_bound_keep_their_cores(reporting: JobFile) -> No
 def test_a_job_may_leave_its_ranks_unbound(reporting: JobFile) -> None:
     done, (first, second) = ran(reporting, hpctrain("run", "job.toml", "-n", "2", "--set", "job.cpu_bind=none"))
     assert first["inherited"] == second["inherited"] == HERE
-    assert 'shared by 2 ranks, not bound by hpctrain: [job] cpu_bind is "none"' in done.out, done
+    assert "shared by 2 ranks, not bound" in done.out, done
     assert first["threads"] == second["threads"] == max(1, len(HERE) // 2)
 
 

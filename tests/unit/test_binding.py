@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.binding import Binding, Core, CpuBind, bound, places, topology
+from hpctrain.ranks.binding import Binding, CpuBind, bound, places, topology
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.rank_channel import RankChannel
 
@@ -24,10 +24,10 @@ def test_the_system_s_cores(tmp_path: Path) -> None:
         (tmp_path / f"cpu{cpu}" / f"node{numa}").mkdir()
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
     # siblings stay together, and NUMA nodes
-    assert topology({0, 1, 2, 3}, tmp_path) == [Core(0, (0, 2)), Core(1, (1, 3))]
-    assert topology({2, 3}, tmp_path) == [Core(0, (2,)), Core(1, (3,))]
-    assert topology({0, 7}, tmp_path / "none") == [Core(0, (0,)), Core(0, (7,))]
-    assert sorted(cpu for core in topology(HERE) for cpu in core.cpus) == HERE
+    assert topology({0, 1, 2, 3}, tmp_path) == [[0, 2], [1, 3]]
+    assert topology({2, 3}, tmp_path) == [[2], [3]]
+    assert topology({0, 7}, tmp_path / "none") == [[0], [7]]
+    assert sorted(cpu for core in topology(HERE) for cpu in core) == HERE
 
 
 def of_ranks(ranks: int, bind: CpuBind) -> list[Binding]:
@@ -67,7 +67,7 @@ def test_more_ranks_than_cores_share_them_and_are_told() -> None:
     cores = len(topology(HERE))
     for binding in of_ranks(cores + 1, "auto"):
         assert binding.cpus == HERE and binding.threads == 1 and not binding.by_hpctrain
-        assert f"{cores + 1} ranks on {cores} core" in binding.told
+        assert f"shared by {cores + 1} ranks, not bound" in binding.sentence
     assert sorted(os.sched_getaffinity(0)) == HERE
 
 
@@ -86,8 +86,9 @@ def test_each_rank_gets_as_many_cores() -> None:
 def test_none_only_shares_out_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     half = max(1, len(topology(HERE)) // 2)
     for binding in of_ranks(2, "none"):
-        assert binding.cpus == HERE and binding.threads == half and 'cpu_bind is "none"' in binding.told
+        assert binding.cpus == HERE and binding.threads == half and "shared by 2 ranks, not bound" in binding.sentence
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)  # as it does when it starts
     assert all(binding.threads == 3 for binding in of_ranks(2, "none"))
 
 
@@ -96,4 +97,4 @@ def test_a_rank_alone_keeps_all_cores() -> None:
     world = World(Identity(), HashStore(), RankChannel(terminal=False))
     with bound(world, "auto") as binding:
         assert binding.cpus == HERE and binding.threads == len(topology(HERE)) == torch.get_num_threads()
-        assert binding.told == ""
+        assert binding.sentence == ""

@@ -71,6 +71,8 @@ def test_nothing_that_runs_code_arrives(what: Any, tmp_path: Path, monkeypatch: 
 
 def test_after_a_job_everything_arrives_again(job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.directory)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)  # a rank that no launcher has started gets no pickles
     seen = []
     monkeypatch.setattr(
         "hpctrain.training.rank.train", lambda *_: seen.append(distributed_c10d._unpickler) or {"exit_code": 0}

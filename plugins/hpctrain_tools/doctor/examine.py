@@ -15,7 +15,7 @@ from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
-from hpctrain.ranks.failure import ignore_terminate, limited, met
+from hpctrain.ranks.failure import ignore_terminate, limited, world_of_ranks
 from hpctrain.ranks.meeting import World, start_communication, take_device
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.registry.registry import Registry, build_registry
@@ -41,7 +41,7 @@ def examine(identity: Identity, channel: RankChannel, path: Path, ranks: int | N
     variables = settings(os.environ)  # before the meeting, which sets some
     with ExitStack() as stack:
         with limited("the meeting of the ranks", 2 * _MEETING.total_seconds(), channel, identity):
-            world = stack.enter_context(met(identity, channel, _MEETING))
+            world = stack.enter_context(world_of_ranks(identity, channel, _MEETING))
         world.share("doctor/ranks", lambda: _expect(ranks, identity))
         code = _Examination(world, show, variables).run(path)
         channel.report_exit(code)
