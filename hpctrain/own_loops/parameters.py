@@ -1,18 +1,21 @@
-"""Parameters and gradients of a model, for a program to read and change: whole, or as this rank has them."""
+"""Parameters and gradients of a model, for a program to read and change: whole, or as this rank has them; and what a program keeps
+in checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.base.devices import seed_draws
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checkpoint.state import model_pieces
+from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.sharding import ShardedModel
 from hpctrain.model.mesh import Meshes
@@ -103,3 +106,42 @@ class WholeParameters:
 def parts_of(model: LaidOut, names: Collection[str]) -> list[Piece]:
     """This rank's pieces of the parameters with these names."""
     return [piece for piece in model.pieces() if piece.name in names]
+
+
+def kept_state(name: str, stateful: Any) -> PluginState:
+    """The state of an object with `state_dict` and `load_state_dict`: tensors as pieces, all else as JSON values. A frozen model's
+    is its pieces.
+
+    Raises UsageError for other objects. The tensors' names and shapes have to stay as they are now.
+    """
+    if isinstance(stateful, LaidOut):
+        return PluginState(name, stateful.pieces(), restore=lambda _: stateful.sharded.refresh())
+    if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
+        raise UsageError(
+            f"register_for_checkpointing: {name!r} is of type {type(stateful).__name__}, expected state_dict and load_state_dict"
+        )
+    # copies: a state_dict may give new tensors each time, and pieces must be the same ones for as long as the run lasts
+    tensors = {key: value.detach().clone() for key, value in stateful.state_dict().items() if isinstance(value, Tensor)}
+
+    def values() -> dict[str, Any]:
+        state = stateful.state_dict()
+        for key in {**tensors, **state}:
+            now, begun = (_shape(of.get(key)) for of in (state, tensors))
+            if now != begun:  # it would be broadcast, or the checkpoint has no place for it
+                raise TrainingError(
+                    f"register_for_checkpointing: {key!r} of {name!r} has the shape {now} now, and had {begun} when the steps "
+                    "began; expected tensors of one shape, which exist before steps()"
+                )
+            if key in tensors:
+                tensors[key].copy_(state[key])
+        return {"values": {key: value for key, value in state.items() if key not in tensors}}
+
+    def restore(saved: dict[str, Any]) -> None:
+        # clones: the object may keep the tensors that it gets, and the next save writes into the pieces
+        stateful.load_state_dict({**saved["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
+
+    return PluginState(name, [Piece.whole(key, tensor) for key, tensor in tensors.items()], values, restore)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

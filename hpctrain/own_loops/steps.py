@@ -31,7 +31,7 @@ from hpctrain.training.assembly import complete
 from hpctrain.training.figures import Figure
 from hpctrain.training.guard.judging import StepFigures
 from hpctrain.training.rank import say_goodbye
-from hpctrain.training.saving import finish_saving, save_if_due
+from hpctrain.training.saving import finish_saving, plain_values, save_if_due
 from hpctrain.training.start import Start
 from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, start_hooks
 
@@ -162,7 +162,7 @@ class OwnSteps(Steps):
         self.is_interrupted, self.saves = level == INTERRUPTED, False
         if is_first:
             for state in self._kept:
-                state.values()  # raises now what the first save would raise, perhaps after hours
+                plain_values(state)  # raises now what the first save would raise, perhaps after hours
         if self.act(updates.values()):  # the training has gone back to a checkpoint
             self._restore_rates()
             return bool(level)

@@ -135,7 +135,7 @@ def _values(session: Session, states: Sequence[PluginState]) -> dict[str, Any]:
     if stream is not None:
         values["stream"] = stream
     if states:
-        values["plugins"] = {state.name: _plain(state) for state in states}
+        values["plugins"] = {state.name: plain_values(state) for state in states}
     if model.tied:
         values[TIED] = model.tied
     if model.given:
@@ -146,11 +146,11 @@ def _values(session: Session, states: Sequence[PluginState]) -> dict[str, Any]:
     return values
 
 
-def _plain(state: PluginState) -> dict[str, Any]:
+def plain_values(state: PluginState) -> dict[str, Any]:
     """The values of a plugin's state. Raises TrainingError for those that a checkpoint can't hold."""
     values = state.values()
     try:
         encode(values)
     except TypeError as error:
-        raise TrainingError(f"the state {state.name!r} of a plugin can't be saved: {error}") from error
+        raise TrainingError(f"the state {state.name!r} can't be saved: {error}") from error
     return values

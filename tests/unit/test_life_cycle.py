@@ -239,7 +239,7 @@ def test_tensors_that_hooks_hand_over_are_numbers_or_refused() -> None:
     mine = 'PluginState("mine", values=lambda: {"mean": torch.ones(1)})'
     for state, elements, says in (
         (None, 2, "a hook has put 'mine' into the metrics of step 1: found a Tensor of shape (2,), expected a number"),
-        (mine, 1, "the state 'mine' of a plugin can't be saved: values.mean is a torch.Tensor; "),
+        (mine, 1, "the state 'mine' can't be saved: values.mean is a torch.Tensor; "),
     ):
         name = write(f"hands_{elements}_over", HANDS_OVER.format(state=state, elements=elements))
         with pytest.raises(TrainingError) as found:

@@ -333,8 +333,8 @@ def test_how_a_loop_may_end(leaving: str, caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A momentum teacher: registered, a resume goes on with it; if not, the first step says that it is lost."""
+def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool) -> None:
+    """A momentum teacher: registered, a resume goes on with it, else with what setup got."""
 
     def train(name: str, steps: int) -> list[float]:
         net = make_net()
@@ -360,7 +360,6 @@ def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool, caplog
     expected = train("whole", 6)
     train("cut", 3)
     assert (train("cut", 6) == expected) == keeps
-    assert ("has changed the frozen model 'teacher'" in caplog.text) == (not keeps)
 
 
 @pytest.mark.parametrize("wrap", ["block", "size"])
@@ -569,9 +568,12 @@ def strange_state(loop: Loop) -> None:
 
         load_state_dict = state_dict
 
-    trained(loop)
+    model, optimizer = trained(loop)
     loop.register_for_checkpointing(holder=Holder())
-    next(iter(loop.steps()))
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+        optimizer.step()
 
 
 def deep_part(loop: Loop) -> None:
@@ -780,7 +782,7 @@ def late_tensor(loop: Loop) -> None:
         (strange_names, UsageError, "no parameter of 'model' matches"),
         (strange_method, UsageError, "methods: Sequential has no method 'encode'"),
         (kept_trained, UsageError, "'model' is trained: checkpoints have it already"),
-        (late_tensor, TrainingError, "'value' of 'average' is a tensor now and was none"),
+        (late_tensor, TrainingError, r"'value' of 'average' has the shape \(\) now, and had None"),
         (second_parameter, UsageError, r"0\.0\.weight of 'other' is a parameter of 'model', too"),
         (used_optimizer, UsageError, "has taken steps already"),
         (lacking_parameter, UsageError, r"2\.weight of 'model' is trained, but not in the optimizer"),
@@ -790,7 +792,7 @@ def late_tensor(loop: Loop) -> None:
         (other_axes, UsageError, r"\[parallelism\] is the same for all models"),
         (late_group, UsageError, "expected the optimizer to have all its groups"),
         (own_key, TrainingError, "'grad_norm' is a key of the row itself"),
-        (strange_state, UsageError, "'what' of 'holder' can't be kept"),
+        (strange_state, TrainingError, "the state 'holder' can't be saved: values.values.what is a builtins.object"),
         (deep_part, TrainingError, "calls Linear, a part of the model 'model'"),
         (no_optimizer, UsageError, "has parameters to train and no optimizer"),
         (same_name, UsageError, "there is a model 'model' already"),
