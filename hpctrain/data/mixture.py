@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,10 @@ _HALF = 1 << (_BITS - 1)
 class MixtureOrder:
     """Draws parts by their shares, and each part's samples in an order of its own: each once in an epoch of the part."""
 
-    def __init__(
-        self, parts: Sequence[Part], phases: Sequence[tuple[int, Sequence[float]]], seed: int, fingerprint: str
-    ) -> None:
-        """phases: the position at which each begins, the first at 0, and the share of each part in it."""
-        self._arguments = parts, phases, seed, fingerprint
-        self._begins = [begin for begin, _ in phases]
-        self._splits = [_splits(shares) for _, shares in phases]
+    def __init__(self, parts: Sequence[Part], seed: int, fingerprint: str) -> None:
+        """Without a phase: give it one at least."""
+        self._seed, self._fingerprint = seed, fingerprint
+        self._begins, self._splits = list[int](), list[list[int]]()
         self._orders = [
             order_of(part.count, part.weights, seed, f"{fingerprint} part {number}")
             for number, part in enumerate(parts)
@@ -46,26 +42,27 @@ class MixtureOrder:
         self._latest: tuple[tuple[int, int], Indices] | None = None
         # the samples of each part that are drawn before each phase
         self._drawn = [np.zeros(len(parts), np.int64)]
-        for phase, (begin, end) in enumerate(pairwise(self._begins)):
-            block, rest = divmod(end - begin, _BLOCK)
-            owners = self._owners(phase, block)[:rest]
-            self._drawn.append(self._before(phase, block) + np.bincount(owners, minlength=len(parts)))
 
-    def then(self, begin: int, shares: Sequence[float]) -> MixtureOrder:
-        """This order with another phase from position `begin`, before which nothing changes."""
-        parts, phases, seed, fingerprint = self._arguments
-        return MixtureOrder(parts, [*phases, (begin, shares)], seed, fingerprint)
+    def add_phase(self, begin: int, shares: Sequence[float]) -> None:
+        """Draw by these shares from position `begin` on, 0 in the first phase; before it nothing changes."""
+        if self._begins:
+            phase = len(self._begins) - 1
+            block, rest = divmod(begin - self._begins[phase], _BLOCK)
+            owners = self._owners(phase, block)[:rest]
+            self._drawn.append(self._before(phase, block) + np.bincount(owners, minlength=len(self._orders)))
+        self._begins.append(begin)
+        self._splits.append(_splits(shares))
 
     def at(self, begin: int, end: int) -> Indices:
         """The sample indices of positions `begin` to `end`."""
-        found = [np.empty(0, np.int64)]
+        indices = [np.empty(0, np.int64)]
         while begin < end:
             phase = bisect_right(self._begins, begin) - 1
             block, place = divmod(begin - self._begins[phase], _BLOCK)
             until = min(end, begin - place + _BLOCK, *self._begins[phase + 1 : phase + 2])
-            found.append(self._samples(phase, block)[place : place + until - begin])
+            indices.append(self._samples(phase, block)[place : place + until - begin])
             begin = until
-        return np.concatenate(found)
+        return np.concatenate(indices)
 
     def _samples(self, phase: int, block: int) -> Indices:
         """The sample indices of a block, were it whole."""
@@ -73,16 +70,15 @@ class MixtureOrder:
         if latest is not None and latest[0] == (phase, block):
             return latest[1]
         owners, before = self._owners(phase, block), self._before(phase, block)
-        found = np.empty_like(owners)
+        indices = np.empty_like(owners)
         for part, order in enumerate(self._orders):
             mine = np.flatnonzero(owners == part)
-            found[mine] = order.of(np.arange(len(mine)) + before[part]) + self._offsets[part]
-        self._latest = (phase, block), found
-        return found
+            indices[mine] = order.of(np.arange(len(mine)) + before[part]) + self._offsets[part]
+        self._latest = (phase, block), indices
+        return indices
 
     def _owners(self, phase: int, block: int) -> Indices:
         """The part that has each place of a block, in the shuffled order."""
-        *_, seed, fingerprint = self._arguments
         owners = np.empty(_BLOCK, np.int64)
         left = np.arange(_BLOCK)  # places of no part so far, and their numbers among all such places
         numbers = left + block * _BLOCK
@@ -91,7 +87,7 @@ class MixtureOrder:
             is_mine = _taken(numbers + 1, split) > before
             owners[left[is_mine]] = part
             left, numbers = left[~is_mine], (numbers - before)[~is_mine]
-        key = np.uint64(derive_seed(seed, fingerprint, "mixture", phase, block))
+        key = np.uint64(derive_seed(self._seed, self._fingerprint, "mixture", phase, block))
         draws = mixed(np.arange(_BLOCK, dtype=np.uint64), key).reshape(-1, _RUN)
         shuffled: Indices = np.take_along_axis(
             owners.reshape(-1, _RUN), np.argsort(draws, axis=1, kind="stable"), axis=1

@@ -19,9 +19,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
 
 def shared_on_node(node: str, action: Callable[[], Any]) -> Any:
     """The value of an action that one rank of each node computes. Collective over the world. node: of this rank."""
-    own = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    )  # the cores that this process may use
+    # the cores that this process may use
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     everyone: list[tuple[str, list[int]]] = gather_values((node, own))
     mine = [rank for rank, (other, _) in enumerate(everyone) if other == node]
     cores = {core for rank in mine for core in everyone[rank][1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def _opened(
     """A split and its lengths, if the job needs them. None for what has no samples."""
     source = parts.dataset.open(split, context)
     if not source:
-        return source, None
+        return None, None
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     return source, _lengths(job, parts, source)
 
@@ -145,48 +146,36 @@ def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None
     from hpctrain.data.mixture import MixtureOrder  # here, as the other parts that few jobs need
     from hpctrain.data.tokens import global_batches
 
-    (first, shares), *later = mixture.phases
-    order, begin = MixtureOrder(mixture.parts, [(first, shares)], job.job.seed, fingerprint), 0
-    for step, shares in later:
+    order, begin, before = MixtureOrder(mixture.parts, job.job.seed, fingerprint), 0, 0
+    for step, shares in mixture.phases:
         if lengths is None:
             begin = step * job.batch.size
-        else:
+        elif step:
             batches = global_batches(order.at, lengths, job.batch.size, begin)
-            begin = next(islice(batches, step - first - 1, None))[0]
-        order, first = order.then(begin, shares), step
+            begin, before = next(islice(batches, step - before - 1, None))[0], step
+        order.add_phase(begin, shares)
     return order
 
 
 def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
     spec = parts.model
     vocab_size, longest = (spec.vocab_size, spec.max_seq_length) if isinstance(spec, TokenModel) else (None, None)
-    context = DatasetContext(
-        job.dataset.seq_length or longest,
-        vocab_size,
-        job.job.seed,
-        job.dataset.cache or cache_directory(),
-        by_tokens=job.batch.tokens is not None,
-    )
-    context = replace(context, **({"may_estimate": True} if node is None else {"once_per_node": once_per_node(node)}))
-    if longest and context.seq_length and context.seq_length > longest:
-        raise UsageError(
-            f"[dataset] seq_length: {context.seq_length} is longer than the model's max_seq_length {longest}"
-        )
-    return context
+    seq_length, cache = job.dataset.seq_length or longest, job.dataset.cache or cache_directory()
+    if longest and seq_length and seq_length > longest:
+        raise UsageError(f"[dataset] seq_length: {seq_length} is longer than the model's max_seq_length {longest}")
+    context = DatasetContext(seq_length, vocab_size, job.job.seed, cache, by_tokens=job.batch.tokens is not None)
+    if node is None:
+        return replace(context, may_estimate=True)
+    return replace(context, once_per_node=partial(once_per_node, node, {}))
 
 
-def once_per_node(node: str) -> Callable[[str, Callable[[], Any]], Any]:
-    """`DatasetContext.once_per_node` of this rank. It remembers the values by name."""
-    values: dict[str, Any] = {}
+def once_per_node(node: str, values: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
+    """`DatasetContext.once_per_node` of a rank on `node`. values: of earlier calls, by their names."""
+    if name not in values:
+        from hpctrain.data.node_work import shared_on_node
 
-    def once(name: str, action: Callable[[], Any]) -> Any:
-        if name not in values:
-            from hpctrain.data.node_work import shared_on_node
-
-            values[name] = shared_on_node(node, action)  # collective: each rank comes here for the same names
-        return values[name]
-
-    return once
+        values[name] = shared_on_node(node, action)  # collective: each rank comes here for the same names
+    return values[name]
 
 
 def make_plan(

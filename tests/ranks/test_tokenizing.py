@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_each_node_works_once_with_the_cores_of_all_its_ranks(world: World) -> N
     own = {cores[world.rank % len(cores)]}
     os.sched_setaffinity(0, own)
     try:
-        once = once_per_node(mine)
+        once = partial(once_per_node, mine, {})
         work = lambda: [world.rank, sorted(os.sched_getaffinity(0))]  # noqa: E731
         found, again = once("work", work), once("work", lambda: "another")
         others = {cores[rank % len(cores)] for rank in range(world.size - 1)}
@@ -91,7 +92,7 @@ def test_each_node_works_once_with_the_cores_of_all_its_ranks(world: World) -> N
 def test_work_may_take_longer_than_a_collective(world: World) -> None:
     """No collective waits for the work itself."""
     begin = time.monotonic()
-    assert once_per_node("here")("slow", lambda: time.sleep(1.5) or 3) == 3
+    assert once_per_node("here", {}, "slow", lambda: time.sleep(1.5) or 3) == 3
     assert time.monotonic() - begin > 1.4
 
 
@@ -100,5 +101,5 @@ def test_an_exception_of_any_kind_on_one_node_is_raised_on_all(world: World) -> 
         raise ZeroDivisionError("on purpose")
 
     with pytest.raises(RuntimeError, match="ZeroDivisionError: on purpose"):
-        once_per_node(f"node {world.rank}")("fails", fail if world.rank == world.size - 1 else lambda: 1)
-    assert once_per_node("here")("works", lambda: 7) == 7
+        once_per_node(f"node {world.rank}", {}, "fails", fail if world.rank == world.size - 1 else lambda: 1)
+    assert once_per_node("here", {}, "works", lambda: 7) == 7

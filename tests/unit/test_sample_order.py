@@ -68,6 +68,13 @@ def test_weighted_positions_are_independent_draws_in_proportion() -> None:
     assert WeightedOrder(np.ones(3), 1, "f").at(2**40, 2**40 + 50).max() == 2
 
 
+def mixture_order(parts: list[Part], phases: list[tuple[int, list[float]]]) -> MixtureOrder:
+    order = MixtureOrder(parts, 5, "f")
+    for begin, shares in phases:
+        order.add_phase(begin, shares)
+    return order
+
+
 COUNTS = st.lists(st.integers(1, 300), min_size=1, max_size=5)
 
 
@@ -78,7 +85,7 @@ def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], da
     shares = st.lists(st.sampled_from([0.0, 0.3, 1.0, 7.0]), min_size=len(counts), max_size=len(counts)).filter(any)
     begins = [0, *sorted(data.draw(st.sets(st.integers(1, 9000) | st.just(8192), max_size=2)))]
     phases = [(begin, data.draw(shares)) for begin in begins]
-    order = MixtureOrder([Part(count) for count in counts], phases, 5, "f")
+    order = mixture_order([Part(count) for count in counts], phases)
     end = 12_000
     whole = order.at(0, end)
     cuts = sorted(data.draw(st.sets(st.integers(0, end), max_size=8)) | {0, end})
@@ -93,7 +100,7 @@ def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], da
     for low, high in pairwise(bounds):  # each sample as often as the others of its part, or once more
         times = np.bincount(whole[(whole >= low) & (whole < high)] - low, minlength=high - low)
         assert times.max() - times.min() <= 1
-    shorter = MixtureOrder([Part(count) for count in counts], phases[:-1] or phases, 5, "f")
+    shorter = mixture_order([Part(count) for count in counts], phases[:-1] or phases)
     assert shorter.at(0, begins[-1]).tolist() == whole[: begins[-1]].tolist(), "what comes later changes nothing"
 
 
@@ -121,7 +128,7 @@ def test_sources_that_do_not_fit_are_told(sources: dict[str, Any], told: str, tm
 
 
 def test_a_mixture_at_a_far_position_and_by_weights() -> None:
-    order = MixtureOrder([Part(5, np.array([0, 1, 0, 0, 3.0])), Part(10**9)], [(0, [1.0, 2.0])], 5, "f")
+    order = mixture_order([Part(5, np.array([0, 1, 0, 0, 3.0])), Part(10**9)], [(0, [1.0, 2.0])])
     drawn = order.at(2**45, 2**45 + 4096 * 3)
     assert (drawn < 5).mean() == pytest.approx(1 / 3, abs=1e-3) and set(drawn[drawn < 5]) == {1, 4}
     assert len(set(drawn[drawn >= 5])) == (drawn >= 5).sum()
