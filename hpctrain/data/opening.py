@@ -30,13 +30,9 @@ from hpctrain.data.refusals import (
 from hpctrain.data.shapes import capacity, sequence_multiple
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.registry.user_code.reference import is_reference
 
 if TYPE_CHECKING:
     from hpctrain.data.tokens import TokenPlan
-
-# the most epochs that one token batch may span; its samples are looked up all at once
-_EPOCHS = 100
 
 
 @dataclass(frozen=True)
@@ -63,18 +59,9 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     """
     context = _context(job, parts, node)
     training, lengths = _opened(job, parts, "train", context)
-    if not training:
-        raise UsageError(f"[dataset] {job.dataset.name}: it has no training samples")
     validation, validation_lengths = (
         _opened(job, parts, "validation", context) if job.evaluation.enabled else (None, None)
     )
-    if job.evaluation.enabled and not validation:
-        raise UsageError(
-            f"[evaluation]: the dataset {job.dataset.name!r} has no validation split; "
-            "give it one (such as validation_fraction) or leave [evaluation] out"
-        )
-    if _is_tried(job, training):
-        refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
         refuse_epochs(job, STREAM)
@@ -86,29 +73,43 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
 
 def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples | Stream, Lengths | None]:
     """The samples of one split, and their lengths if batches are cut by tokens. Collective; raises as `open_data` does."""
-    source, lengths = _opened(job, parts, split, _context(job, parts, node))
+    return _opened(job, parts, split, _context(job, parts, node))
+
+
+def _opened(job: Job, parts: Parts, split: Split, context: DatasetContext) -> tuple[Samples | Stream, Lengths | None]:
+    source = parts.dataset.open(split, context)
     if not source:
-        raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
-    if _is_tried(job, source):
-        refuse_other_kind(job, parts, source)
+        remedy = (
+            "; give it some (such as validation_fraction) or leave [evaluation] out" if split == "validation" else ""
+        )
+        raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} samples{remedy}")
+    refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
+    lengths = _lengths(job, parts, source)
+    refuse_other_kind(job, parts, source)
     return source, lengths
 
 
-def _opened(
-    job: Job, parts: Parts, split: Split, context: DatasetContext
-) -> tuple[Samples | Stream | None, Lengths | None]:
-    """A split and its lengths, if the job needs them. None for what has no samples."""
-    source = parts.dataset.open(split, context)
-    if not source:
-        return None, None
-    refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    return source, _lengths(job, parts, source)
-
-
-def _is_tried(job: Job, samples: Samples | Stream) -> bool:
-    """Whether the model is shown a sample: a plugin's stream may not begin anew, its function may need several samples."""
-    is_own = is_reference(job.dataset.name) or is_reference(job.model.name)
-    return is_own or (isinstance(samples, Samples) and samples.collation() is None)
+def _lengths(job: Job, parts: Parts, source: Samples | Stream) -> Lengths | None:
+    """The length of each sample for batches by tokens, else None; UsageError if lengths are unknown or do not fit."""
+    lengths = None if isinstance(source, Stream) else source.lengths()
+    if isinstance(source, Samples) and lengths is not None and (lengths.shape != (len(source),) or lengths.min() < 1):
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
+            f"{lengths.min(initial=1)}; expected {len(source)} numbers of at least 1"
+        )
+    collates = source.collation() is not None  # it may pad as it likes
+    if job.batch.tokens is None:
+        if lengths is not None and not collates:
+            refuse_uneven(job, parts, lengths)
+        return None
+    if lengths is None or collates:
+        why = "are made into batches by a function of your own" if collates else "are of unknown length"
+        raise UsageError(
+            f"[batch] tokens: the samples of {job.dataset.name!r} {why}, but hpctrain pads batches by tokens; use global_size and "
+            "micro_size, or samples by index with lengths() and without a collate function"
+        )
+    refuse_too_long(job, parts, lengths)
+    return lengths
 
 
 def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tuple[str, Order]:
@@ -197,49 +198,6 @@ def _plan_by_samples(job: Job, samples: int | None, rank: int, ranks: int) -> Ba
     assert batch.global_size is not None and batch.micro_size is not None
     epoch = None if batch.drop_last is None else samples
     return BatchPlan(batch.global_size, batch.micro_size, rank, ranks, epoch, bool(batch.drop_last))
-
-
-def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
-    """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
-    by_tokens = job.batch.tokens is not None
-    lengths = None if isinstance(samples, Stream) else samples.lengths()
-    if isinstance(samples, Samples) and lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
-            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
-        )
-    collates = samples.collation() is not None  # it may pad as it likes
-    if by_tokens and (lengths is None or collates):
-        why = "are made into batches by a function of your own" if collates else "are of unknown length"
-        raise UsageError(
-            f"[batch] tokens: the samples of {job.dataset.name!r} {why}, but hpctrain pads batches by tokens; use global_size and "
-            "micro_size, or samples by index with lengths() and without a collate function"
-        )
-    if lengths is None or collates:
-        return None
-    if not by_tokens:
-        longest = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else None
-        if longest is not None and lengths.max() > longest:
-            raise UsageError(
-                f"[dataset] name = {job.dataset.name!r}: a sample has {lengths.max()} tokens, but the model's max_seq_length is "
-                f"{longest}; raise that, or set a smaller seq_length"
-            )
-        if lengths.min() != lengths.max():
-            raise UsageError(
-                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "
-                "batches of a fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function "
-                "that pads ([dataset] collate)"
-            )
-        refuse_uneven(job, parts, int(lengths[0]))
-        return None
-    refuse_too_long(job, parts, lengths)
-    tokens = int(lengths.sum())
-    if (job.batch.tokens or 0) > _EPOCHS * tokens:
-        raise UsageError(
-            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
-            f"{_EPOCHS} times that"
-        )
-    return lengths
 
 
 def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_estimate: bool) -> int:

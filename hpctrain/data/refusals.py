@@ -12,7 +12,10 @@ from hpctrain.contracts.model import TokenModel
 from hpctrain.data.shapes import capacity, make_collation, sequence_multiple
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.registry.user_code.reference import is_reference
 
+# the most epochs that one token batch may span; its samples are looked up all at once
+_EPOCHS = 100
 COUNTED_STEPS = 500_000
 """The most steps whose batches by tokens are counted at the start."""
 
@@ -60,7 +63,10 @@ def refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> No
 
 def refuse_other_kind(job: Job, parts: Parts, samples: Samples | Stream) -> None:
     """UsageError unless the model accepts the first sample as a batch of one."""
-    sample, collation = _first(job, samples), samples.collation()
+    is_own, collation = is_reference(job.dataset.name) or is_reference(job.model.name), samples.collation()
+    if not is_own and (isinstance(samples, Stream) or collation is not None):
+        return  # a plugin's stream may not begin anew, its function may need several samples
+    sample = _first(job, samples)
     batch = None if collation is None else collation([sample])  # its errors say what they are about
     try:
         parts.model.count(make_collation(job, parts, samples)([sample]) if batch is None else batch)
@@ -83,20 +89,32 @@ def _first(job: Job, samples: Samples | Stream) -> Any:
     )
 
 
-def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
-    """UsageError for a length that the axes cannot cut. Token batches are padded instead; a dataset without known lengths may
-    fail in the first step."""
-    multiple = sequence_multiple(job, parts)
-    if length % multiple:
+def refuse_uneven(job: Job, parts: Parts, lengths: Lengths) -> None:
+    """UsageError for samples of several lengths, or of one that the model doesn't take or the axes cannot cut. Token batches are
+    padded instead; a dataset without known lengths may fail in the first step."""
+    shortest, longest, multiple = int(lengths.min()), int(lengths.max()), sequence_multiple(job, parts)
+    most = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else longest
+    if longest > most:
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: a sample has {longest} tokens, but the model's max_seq_length is {most}; "
+            "raise that, or set a smaller seq_length"
+        )
+    if shortest != longest:
+        raise UsageError(
+            f"[batch] global_size: the samples of {job.dataset.name!r} have {shortest} to {longest} tokens, but batches of a "
+            "fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function that pads "
+            "([dataset] collate)"
+        )
+    if longest % multiple:
         sizes = ", ".join(f"{name} = {job.parallelism[name].size}" for name in parts.parallelism)
         raise UsageError(
-            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] {sizes} cuts "
-            f"sequences into equal parts; expected a multiple of {multiple}, such as {max(multiple, length - length % multiple)}"
+            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {longest} tokens, and [parallelism] {sizes} cuts "
+            f"sequences into equal parts; expected a multiple of {multiple}, such as {max(multiple, longest - longest % multiple)}"
         )
 
 
 def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
-    """UsageError for a sample that fits no forward, or no step."""
+    """UsageError for a sample that fits no forward, or no step, and for steps of very many samples."""
     from hpctrain.data.tokens import padded  # here: only jobs with batches by tokens need it
 
     index = int(np.argmax(lengths))
@@ -115,6 +133,12 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
                 f"[batch] tokens: sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}, but {what} {most}; "
                 "raise that, or cut samples with a smaller [dataset] seq_length"
             )
+    tokens = int(lengths.sum())
+    if (job.batch.tokens or 0) > _EPOCHS * tokens:
+        raise UsageError(
+            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
+            f"{_EPOCHS} times that"
+        )
 
 
 def refuse_late_phases(job: Job, mixture: Mixture) -> None:
