@@ -1,5 +1,5 @@
 """Makes micro batches of samples, in the rank's process or in a worker. The first batch of each process is looked at: items have
-memory of their own and follow from their index, and a batch has a row for each."""
+memory of their own and follow from their index."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 
 from hpctrain.base.errors import ContractError, TrainingError
 from hpctrain.contracts.dataset import Collate, Samples, Source
-from hpctrain.contracts.model import Batch, tensors_in
+from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned
-from hpctrain.data.shapes import Packing, PaddedStack, Padding
+from hpctrain.data.shapes import PaddedStack, Padding
 
 if TYPE_CHECKING:
     from hpctrain.base.draws import Draws, Name
@@ -93,10 +93,7 @@ class Batches:
         self.draws = samples.draws
 
     def __getitem__(self, planned: Planned) -> Loaded:
-        items = self._items(planned)
-        batch = self._collated(items, planned)
-        if not self._has_given and not isinstance(self._collate, Packing):
-            refuse_fewer_rows(self._name, len(items), batch)
+        batch = self._collated(self._items(planned), planned)
         self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)
@@ -194,21 +191,6 @@ def refuse_reused_memory(name: str, before: object, item: Any) -> None:
         raise ContractError(
             f"{name} gave an item whose values change when the next one is read, expected memory of its own for each item: a "
             "micro batch would be one item, repeated; return a copy (`.clone()`, `.copy()`)"
-        )
-
-
-def refuse_fewer_rows(name: str, items: int, batch: Any) -> None:
-    """Raises ContractError if all tensors of a batch have the same number of rows, fewer than its items and more than half of them.
-
-    A batch that packs items into fewer rows, or has them in another dim, has other shapes.
-    """
-    tensors = [one for one in tensors_in(batch) if one.dim()]
-    rows = {len(one) for one in tensors}
-    elsewhere = any(items in one.shape for one in tensors)
-    if not elsewhere and len(rows) == 1 and items / 2 < (count := rows.pop()) < items:
-        raise ContractError(
-            f"{name} made a batch of {count} rows from {items} items in its collation, expected a row for each: the "
-            "mean of the loss would be over fewer samples than the job says; leave items out in the data set"
         )
 
 
