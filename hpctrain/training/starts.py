@@ -43,7 +43,22 @@ def note_start(
 ) -> None:
     """Append a line for this start. hosts: of every rank. plugins: distributions with versions. begin: of the run, in seconds since
     1970. device: of rank 0. Raises UsageError if it can't be written."""
-    _append(output_dir, {**describe_start(identity, hosts, plugins, begin), **_accelerator(device)})
+    line = {
+        "time": _written(begin),
+        "command": _command(),
+        "directory": os.getcwd(),
+        "ranks": identity.size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "ranks_of_hosts": list(Counter(hosts).values()),
+        "launcher": launcher_name() or identity.source,
+        "versions": _versions(),
+        "plugins": list(plugins),
+        "git": _git(Path.cwd()),
+    }
+    if is_accelerator(device):  # measurements are shares of its memory
+        left = memory_left(device)
+        line |= {"device": device_name(device), **({} if left is None else {"device_bytes": left[1]})}
+    _append(output_dir, line)
 
 
 def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
@@ -77,30 +92,6 @@ def _append(output_dir: Path, content: Mapping[str, Any]) -> None:
 
 def _written(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
-
-
-def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str], begin: float) -> dict[str, Any]:
-    """The line's content."""
-    return {
-        "time": _written(begin),
-        "command": _command(),
-        "directory": os.getcwd(),
-        "ranks": identity.size,
-        "hosts": list(dict.fromkeys(hosts)),
-        "ranks_of_hosts": list(Counter(hosts).values()),
-        "launcher": launcher_name() or identity.source,
-        "versions": _versions(),
-        "plugins": list(plugins),
-        "git": _git(Path.cwd()),
-    }
-
-
-def _accelerator(device: torch.device) -> dict[str, Any]:
-    """The name and the memory of an accelerator, which measurements are shares of; nothing for a CPU."""
-    if not is_accelerator(device):
-        return {}
-    left = memory_left(device)
-    return {"device": device_name(device), **({} if left is None else {"device_bytes": left[1]})}
 
 
 def _command() -> str:

@@ -560,7 +560,8 @@ def test_a_git_that_does_not_answer_holds_no_start(tmp_path: Path, monkeypatch: 
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(starts, "_GIT_SECONDS", 1.5)
-    assert starts.describe_start(Identity(), [], [], 0.0)["git"] == {"commit": "c0ffee", "changed": None}
+    starts.note_start(tmp_path, Identity(), [], [], 0.0, torch.device("cpu"))
+    assert json.loads((tmp_path / "starts.jsonl").read_text())["git"] == {"commit": "c0ffee", "changed": None}
 
 
 def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:
