@@ -215,14 +215,7 @@ class OwnSteps(Steps):
 
     def finish(self, code: int) -> None:
         """Tell the hooks and the user that the loop is over. code: the exit code. Collective."""
-        session = self.session
-        result = {
-            "step": session.progress.step,
-            "loss": session.progress.loss,
-            "metrics": self.row,
-            "checkpoint": session.newest,
-            "exit_code": code,
-        }
+        session, result = self.session, self.result(code)
         end_hooks(session, result)
         session.hooks.position.move(END)
         say_goodbye(session, result, time.monotonic() - self._start.begin)

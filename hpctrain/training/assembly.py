@@ -21,13 +21,12 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.evaluation import is_compiled
 from hpctrain.training.feed import Feed
-from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.restoring import restore
 from hpctrain.training.saving import open_store
-from hpctrain.training.session import Session
+from hpctrain.training.session import Session, memory_explained
 from hpctrain.training.start import Start
 from hpctrain.training.trained_model import TrainedModel
 

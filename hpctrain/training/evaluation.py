@@ -28,7 +28,6 @@ from hpctrain.model.trials import without_trace
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.registry.blame import is_communication
 from hpctrain.training.figures import Figure, RankFigures, gather_row
-from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
@@ -95,11 +94,7 @@ def measure(
     failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
     """
     running = [metric.start() for metric in parts.metrics]
-
-    def see(outputs: Any, batch: Batch) -> None:
-        show(parts, running, outputs, batch)
-
-    loss_sum, count = model.runner.evaluate(micro_batches, see)
+    loss_sum, count = model.runner.evaluate(micro_batches, partial(_show, parts, running))
     if asking is not None and asking.level:
         model.named_losses.forget()
         return None
@@ -154,7 +149,7 @@ def _refuse_different_values(metric: Metric, values: Sequence[dict[str, float]])
             )
 
 
-def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
+def _show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
     """Give each of the job's metrics the outputs of a micro batch, or their logits."""
     if not running:
         return
@@ -212,10 +207,9 @@ def look(session: Session) -> None:
     if sum_of(job.compile.enabled or is_compiled(session.model.module)):
         session.report.say("look         left out: what the compiler makes of a step could depend on it")
         return
-    doing = f"in a look at the evaluation before step {session.progress.step + 1}"
     with (
         position.inside("evaluation", session.progress.step),
-        memory_explained(job, parts, session.identity, session.device, doing),
+        session.memory_explained(f"in a look at the evaluation before step {session.progress.step + 1}"),
     ):
         loader = session.feed.validation_loader(micro_batches=1)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import Ask, Asking, evaluate, look, refuse_unmeasured
 from hpctrain.training.figures import gather_row
-from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
 from hpctrain.training.step import (
@@ -50,7 +48,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
         # One that came while the model was built. Others let a step be taken, so that a job with too little time gets on.
         stops = stops or strongest(partial(urgent, stop))
         while not progress.done and not stops:
-            with explained(session, f"in step {progress.step + 1}"):
+            with session.memory_explained(f"in step {progress.step + 1}"):
                 stops, update = train_step(steps)
             losses.append(update.figures.loss)
             if steps.act([update]):
@@ -59,7 +57,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
             # a job that is asked to stop may be killed soon: save first
             stops = stops or evaluate_if_due(session, asked)
             end_if_asked(session)
-            with explained(session, f"while step {progress.step} was saved"):
+            with session.memory_explained(f"while step {progress.step} was saved"):
                 if save_if_due(session, bool(stops)) and not stops:
                     stops = strongest(asked)  # one that came meanwhile: no other step, which would be saved again
                     if stops:
@@ -71,13 +69,9 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     )
     code = EXIT_STOPPED if stops and not progress.ended and (unevaluated or not progress.done) else EXIT_DONE
     result = {
-        "step": progress.step,
-        "loss": progress.loss,
+        **steps.result(code),
         "losses": losses,
-        "metrics": steps.row,
         "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
-        "checkpoint": session.newest,
-        "exit_code": code,
         "interrupted": code == EXIT_STOPPED and stops == INTERRUPTED,
     }
     end_hooks(session, result)
@@ -96,7 +90,7 @@ def train_step(steps: Steps) -> tuple[int, Update]:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
 
     model.begin_sums(step)
-    with session.meters.counting(micro_batches):
+    with session.meters.flops.counting(micro_batches):
         # forward and backward; buckets are summed as they fill
         loss_sum = model.runner.train(micro_batches, count, step)
     with position.inside("sums of gradients", step):
@@ -123,11 +117,6 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     model.scaler.update(math.isfinite(figures.norm))  # a step that is left out counts, too: the scale has to sink
     named = model.named_losses.means([one.named for one in ranks], count)
     return steps.end(ranks, update, count, named), update
-
-
-def explained(session: Session, doing: str) -> AbstractContextManager[None]:
-    """A context in which a lack of memory becomes a sentence. doing: what the rank is about."""
-    return memory_explained(session.job, session.parts, session.identity, session.device, doing)
 
 
 def strongest(ask: Ask) -> int:
@@ -165,7 +154,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
     with (
         session.deadline.aside(),
         session.hooks.phase("evaluation", progress.step),
-        explained(session, f"in the evaluation of step {progress.step}"),
+        session.memory_explained(f"in the evaluation of step {progress.step}"),
     ):
         found = evaluate(session.model, session.parts, session.feed.validation_loader(), asking)
     show_model(session, "hpctrain_evaluation_end", step=progress.step)

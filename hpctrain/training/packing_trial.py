@@ -19,7 +19,6 @@ from hpctrain.model.trials import without_trace
 from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.registry.blame import users_code
 from hpctrain.training.evaluation import kept_weights
-from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session
 
 LOG = logging.getLogger("hpctrain")
@@ -46,7 +45,7 @@ def try_packing(session: Session) -> None:
         LOG.warning("[batch] packing: it was not tried on this model: %s", why)
         return
     with (
-        memory_explained(session.job, session.parts, session.identity, device, "in a trial of packed rows"),
+        session.memory_explained("in a trial of packed rows"),
         kept_weights(session),
         without_trace(model.module, device),
         torch.compiler.set_stance("force_eager"),  # the compiler would take the shapes of these rows for usual ones

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,16 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> boo
         with session.hooks.position.inside("save", progress.step):
             finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
     if due:
-        _save(session, final, excused and not final)
+        with _failures(session, progress.step, excused and not final):
+            session.deadline.save_begins()
+            with session.deadline.aside(), session.hooks.phase("save", progress.step):
+                _save(session, final)
+            if final or not table.asynchronous:
+                session.deadline.saved()
     return due
 
 
-def _save(session: Session, final: bool, excused: bool) -> None:
-    """Save this step. excused: whether a failure is only printed."""
-    try:
-        session.deadline.save_begins()
-        with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
-            save(session, final)
-        if final or not session.job.checkpoint.asynchronous:
-            session.deadline.saved()
-    except (OSError, CheckpointError) as error:
-        save_failed(session, session.progress.step, error, excused)
-
-
-def save(session: Session, final: bool) -> None:
+def _save(session: Session, final: bool) -> None:
     """Save this step; in the background if the job says so and the save isn't `final`."""
     model, step = session.model, session.progress.step
     for one in session.models:
@@ -89,22 +83,23 @@ def save(session: Session, final: bool) -> None:
 
 def finish_saving(session: Session, excused: bool) -> None:
     """Wait for a background save. Its failure is printed if `excused`; otherwise it ends the training."""
-    step = session.store.background_step
-    try:
+    with _failures(session, session.store.background_step, excused):
         path = session.store.finish()
         if path is not None:
             _note(session, path)
         session.deadline.saved()
+
+
+@contextmanager
+def _failures(session: Session, step: int, excused: bool) -> Iterator[None]:
+    """A context in which a failed save is printed if `excused`, or else ends the training. Older checkpoints stay unchanged."""
+    try:
+        yield
     except (OSError, CheckpointError) as error:
-        save_failed(session, step, error, excused)
-
-
-def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
-    """Print the failure and go on, or stop with exit 4. Older checkpoints stay unchanged."""
-    if not excused:
-        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {session.newest or 'none'})"
-        raise TrainingError(message) from error
-    session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
+        if not excused:
+            message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {session.newest or 'none'})"
+            raise TrainingError(message) from error
+        session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
 
 
 def _note(session: Session, path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from hpctrain.base.errors import TrainingError
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control, PluginState
@@ -26,6 +29,29 @@ from hpctrain.training.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from hpctrain.training.guard.replicas import Replicas
+
+LOG = logging.getLogger("hpctrain")
+
+
+@contextmanager
+def memory_explained(
+    job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str, has_batch: bool = True
+) -> Iterator[None]:
+    """A context in which a lack of memory becomes a TrainingError with a sentence.
+
+    doing: what the rank is about, such as "in step 3". has_batch: whether there is a micro batch, so that a smaller one would help.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        from hpctrain.training.guard.memory import advice, lack_of_memory, shortage  # a healthy run needs none of it
+
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
+        LOG.info("out of memory", exc_info=error)
+        what = f"rank {identity.rank} on {identity.node} ran out of memory {doing}: {shortage(lack, device)}"
+        raise TrainingError(f"{what}; {advice(job, parts, identity.size, device, has_batch)}") from error
 
 
 @dataclass(frozen=True)
@@ -70,6 +96,10 @@ class Session:
     def models(self) -> list[TrainedModel]:
         """All models that are trained."""
         return [self.model, *self.further.values()]
+
+    def memory_explained(self, doing: str) -> AbstractContextManager[None]:
+        """A context in which a lack of memory becomes a sentence. doing: what the rank is about."""
+        return memory_explained(self.job, self.parts, self.identity, self.device, doing)
 
     def close(self) -> None:
         """End background work, and close rank 0's outputs."""

@@ -169,7 +169,7 @@ class Steps:
         session.hooks.step_done()
         if any(one.request for one in ranks):
             take_request(session)
-        own: dict[str, Any] = session.meters.traffic()
+        own: dict[str, Any] = session.meters.traffic.take()
         if session.store.drain_seconds:
             own["drain_seconds"], session.store.drain_seconds = session.store.drain_seconds, 0.0
         session.report.row({**self.row, **own}, progress.steps, session.parts.model.counts, remark)
@@ -223,6 +223,17 @@ class Steps:
                 return True
         self._micro_batches = []  # an evaluation needs the memory
         return False
+
+    def result(self, code: int) -> dict[str, Any]:
+        """What the hooks and the caller learn of a training that is over. code: its exit code."""
+        session = self.session
+        return {
+            "step": session.progress.step,
+            "loss": session.progress.loss,
+            "metrics": self.row,
+            "checkpoint": session.newest,
+            "exit_code": code,
+        }
 
     def _act(self, model: TrainedModel, verdict: Verdict) -> bool:
         session, step, samples = self.session, verdict.figures.step, None

@@ -76,7 +76,7 @@ def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
         try:
             for _ in range(2):
                 train_step(steps)
-            session.meters.traffic()
+            session.meters.traffic.take()
             with profile(activities=[ProfilerActivity.CPU]) as trace:
                 for _ in range(4):
                     train_step(steps)
@@ -99,7 +99,7 @@ def test_exposed_and_hidden_seconds_are_those_of_the_backend(root: Path) -> None
 
     before = hpctrain.mpi.statistics()
     with session_of(job(job={"output_dir": str(root), "steps": 4})) as session:
-        session.meters.traffic()
+        session.meters.traffic.take()
         begin = hpctrain.mpi.statistics()
         train(session, StopRequest())
     after = hpctrain.mpi.statistics()

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
 from hpctrain.base.devices import device_name, memory_left
-from hpctrain.base.errors import TrainingError
-from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.registry.user_code import is_reference
 
-LOG = logging.getLogger("hpctrain")
-
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 # in torch's sentences; that of the CPU has bytes
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
-
-
-@contextmanager
-def memory_explained(
-    job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str, has_batch: bool = True
-) -> Iterator[None]:
-    """A lack of memory becomes a TrainingError with a sentence.
-
-    doing: what the rank is about, such as "in step 3". has_batch: whether there is a micro batch, so that a smaller one would help.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        lack = lack_of_memory(error)
-        if lack is None:
-            raise
-        LOG.info("out of memory", exc_info=error)
-        found = f"rank {identity.rank} on {identity.node} ran out of memory {doing}: {shortage(lack, device)}"
-        raise TrainingError(f"{found}; {advice(job, parts, identity.size, device, has_batch)}") from error
 
 
 def lack_of_memory(error: BaseException | None) -> BaseException | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ class Meters:
     ) -> None:
         """nodes: of each rank. groups: by the names of their axes. copies, countable, is_forward: of ModelFlops."""
         self.clock, self._device, self._ranks = Clock(device), device, len(nodes)
-        self._flops, self._traffic = ModelFlops(copies, countable, is_forward), Traffic(groups)
+        self.flops, self.traffic = ModelFlops(copies, countable, is_forward), Traffic(groups)
         self._stragglers: Stragglers | None = None
         if len(nodes) > 1:
             from hpctrain.training.meters.stragglers import Stragglers
@@ -58,15 +58,11 @@ class Meters:
         self._peak = peak_flops(device, precision)
         self._resident, self._looked = 0, -math.inf
 
-    def counting(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """A context for the forwards and backwards of a step."""
-        return self._flops.counting(micro_batches)
-
     def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> dict[str, Any]:
         """This rank's part of RankFigures, from the last call until now. has_known_forwards: one of each micro batch."""
         times, own_times = self.clock.take()
         own_times[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
-        operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
+        operations = self.flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
             self._resident, self._looked = resident_bytes(), time.monotonic()
         memory = memory_since(self._device, self._resident)
@@ -93,10 +89,6 @@ class Meters:
                 if any(values)
             },
         }
-
-    def traffic(self) -> dict[str, dict[str, float]]:
-        """This rank's tables of its communication since the last call."""
-        return self._traffic.take()
 
 
 class ModelFlops:
