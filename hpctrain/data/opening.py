@@ -79,10 +79,10 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
 def _opened(job: Job, parts: Parts, split: Split, context: DatasetContext) -> tuple[Samples | Stream, Lengths | None]:
     source = parts.dataset.open(split, context)
     if not source:
-        remedy = (
-            "; give it some (such as validation_fraction) or leave [evaluation] out" if split == "validation" else ""
+        remedies = {"validation": "; give it some (such as validation_fraction) or leave [evaluation] out"}
+        raise UsageError(
+            f"[dataset] {job.dataset.name}: it has no samples of the split {split!r}{remedies.get(split, '')}"
         )
-        raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} samples{remedy}")
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths = _lengths(job, parts, source)
     refuse_other_kind(job, parts, source)

@@ -28,7 +28,14 @@ from hpctrain.own_loops.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agre
 from hpctrain.own_loops.gradients import parameters_behind, refuse_strangers
 from hpctrain.own_loops.jobs import FIRST, check_model, job_tables, refuse_tables
 from hpctrain.own_loops.module import OwnModule, OwnOptimizer, own
-from hpctrain.own_loops.parameters import LaidOut, Parameters, WholeParameters, kept_state, parts_of
+from hpctrain.own_loops.parameters import (
+    LaidOut,
+    Parameters,
+    WholeParameters,
+    changed_models,
+    kept_state,
+    parts_of,
+)
 from hpctrain.own_loops.steps import OwnSteps, Step
 from hpctrain.own_loops.trained import Trained
 from hpctrain.ranks import prints
@@ -260,6 +267,9 @@ class Loop:
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
         states = [kept_state(name, stateful) for name, stateful in self._registered.items()]
+        registered = set(map(id, self._registered.values()))
+        unkept = [model for model in self._models.values() if model.trained is None and id(model) not in registered]
+        states += [changed_models(unkept)] if unkept else []
         self._steps = OwnSteps(self._start, self._trained, states, self._agreement)
         yield from self._steps
 

@@ -3,6 +3,7 @@ in checkpoints."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +22,8 @@ from hpctrain.contracts.sharding import ShardedModel
 from hpctrain.model.mesh import Meshes
 from hpctrain.own_loops.trained import Trained
 from hpctrain.training.over_ranks import FullParameters
+
+LOG = logging.getLogger("hpctrain")
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,33 @@ def kept_state(name: str, stateful: Any) -> PluginState:
         stateful.load_state_dict({**saved["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
 
     return PluginState(name, [Piece.whole(key, tensor) for key, tensor in tensors.items()], values, restore)
+
+
+def changed_models(models: Sequence[LaidOut]) -> PluginState:
+    """State without values that warns, at each save, of frozen models that have changed since: no checkpoint has them."""
+    before = {model.name: _norms(model) for model in models}
+
+    def values() -> dict[str, Any]:
+        for model in models:
+            if model.name in before and _norms(model) != before[model.name]:
+                del before[model.name]  # one warning for each model
+                LOG.warning(
+                    "the program has changed the frozen model %r, which checkpoints leave out: after a resume it is again what "
+                    "setup got; keep it with loop.register_for_checkpointing(%s=...), given the model that setup returned",
+                    model.name,
+                    model.name if model.name.isidentifier() else "NAME",
+                )
+        return {}
+
+    return PluginState("frozen models", values=values)
+
+
+def _norms(model: LaidOut) -> list[float]:
+    """The norm of each of the model's tensors on this rank: it differs after a change."""
+    tensors = [piece.tensor.detach() for piece in model.pieces() if piece.tensor.numel()]
+    dtypes = [torch.complex128 if tensor.is_complex() else torch.float64 for tensor in tensors]  # norms need floats
+    norms = [torch.linalg.vector_norm(tensor.to(dtype)) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    return torch.stack(norms).tolist() if norms else []
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -59,15 +59,15 @@ def _agree(world: World, bind: CpuBind, mask: Sequence[int]) -> Binding:
     if ranks == 1:
         return Binding(mask, _threads(len(cores)))
     if alike < ranks:  # some may use other CPUs: a launcher has dealt them out
-        return Binding(mask, _threads(len(cores) // alike), f"CPUs {spans(mask)}, bound by the launcher")
+        return Binding(mask, _threads(len(cores) // alike), f"CPU {spans(mask)}, bound by the launcher")
     if bind == "auto" and len(cores) >= ranks:
         own = cores[len(cores) * place // ranks : len(cores) * (place + 1) // ranks]  # neighbours, by NUMA node
         cpus = [cpu for core in own for cpu in core]
         with suppress(OSError):  # a container may forbid it
             _move(cpus)
-            return Binding(cpus, _threads(len(own)), f"CPUs {spans(cpus)}, bound by hpctrain", by_hpctrain=True)
+            return Binding(cpus, _threads(len(own)), f"CPU {spans(cpus)}, bound by hpctrain", by_hpctrain=True)
     # a share of the threads, else each rank would start one for every core
-    return Binding(mask, _threads(len(cores) // ranks), f"CPUs {spans(mask)}, shared by {ranks} ranks, not bound")
+    return Binding(mask, _threads(len(cores) // ranks), f"CPU {spans(mask)}, shared by {ranks} ranks, not bound")
 
 
 def places(reports: Sequence[Sequence[str]]) -> list[tuple[int, int, int]]:

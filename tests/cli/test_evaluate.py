@@ -115,7 +115,7 @@ def test_weights_that_a_hook_keeps(job: JobFile) -> None:
     ("words", "code", "says"),
     [
         (("evaluate", "--checkpoint", "gone"), 2, "there are no weights at gone"),
-        (("evaluate", "--checkpoint", "out/checkpoints/latest", "--split", "test"), 2, "synthetic: it has no test samples"),
+        (("evaluate", "--checkpoint", "out/checkpoints/latest", "--split", "test"), 2, "synthetic: it has no samples of the split"),
         (("evaluate", "--checkpoint", "out/checkpoints/latest", "--set", "model.layers=1"), 5, "are of another model"),
         (("predict", "--checkpoint", "out/checkpoints/latest", "--out", "x.txt"), 2, "expected a name that ends in .npy"),
         (("predict", "--checkpoint", "out/checkpoints/latest", "--out", "gone/x.npy"), 2, "can't be written: No such file"),

@@ -135,6 +135,13 @@ class NoisyItems(_Altered):
             return {"input_ids": torch.randint(7, (8,)), "labels": torch.randint(7, (8,))}
 
 
+@dataset("trains as it does alone|stack expects a non-empty")
+class DroppedRows(_Altered):
+    class samples(_Changed):  # noqa: N801
+        def collation(self):
+            return lambda items: {key: torch.stack([one[key] for one in items[1:]]) for key in items[0]}
+
+
 @dataset("gave the fingerprint .*, and another one when it was asked again")
 class FingerprintOfTheMoment(_Altered):
     class samples(_Changed):  # noqa: N801

@@ -108,7 +108,7 @@ def test_batches_by_tokens_that_nobody_counts(changes: dict[str, Any], sentence:
         ("negative", 2, "'odd_callables:Described': __len__() raised ValueError: __len__() should return >= 0; check"),
         ("huge", 2, "__len__() raised OverflowError"),
         ("text", 2, "__len__() raised TypeError: 'str' object cannot be interpreted as an integer"),
-        ("empty", 2, "[dataset] odd_callables:Described: it has no train samples"),
+        ("empty", 2, "[dataset] odd_callables:Described: it has no samples of the split 'train'"),
         ("getitem", 4, "'odd_callables:Described': __getitem__(0) raised OSError: no such sample\n  File "),
         ("lambda", 2, "the model 'odd_callables:linear' does not take its samples, such as this function: "),
         ("lengths", 4, "[dataset] name = 'odd_callables:Described': lengths() raised ValueError: no lengths\n  File "),

@@ -333,8 +333,8 @@ def test_how_a_loop_may_end(leaving: str, caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool) -> None:
-    """A momentum teacher: registered, a resume goes on with it, else with what setup got."""
+def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A momentum teacher: registered, a resume goes on with it; if not, the first step says that it is lost."""
 
     def train(name: str, steps: int) -> list[float]:
         net = make_net()
@@ -360,6 +360,7 @@ def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool) -> Non
     expected = train("whole", 6)
     train("cut", 3)
     assert (train("cut", 6) == expected) == keeps
+    assert ("has changed the frozen model 'teacher'" in caplog.text) == (not keeps)
 
 
 @pytest.mark.parametrize("wrap", ["block", "size"])
