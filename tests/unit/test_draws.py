@@ -210,3 +210,30 @@ def test_a_generator_that_an_epoch_replaces_is_found_again_and_modes_of_the_call
     run("halves", steps=7, evaluates=5)
     assert run("halves", evaluates=5) == straight
     assert {(True, False, "cpu")} == __import__("augmented").SEEN
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["even", "a normal number kept for the next call"])
+@pytest.mark.parametrize(
+    "draw", [np.random.rand, np.random.randn, lambda: np.random.normal(size=2).sum()], ids=["rand", "randn", "normal"]
+)
+def test_a_draw_from_numpy_is_seen_whatever_it_was(draw: Any, kept: int) -> None:
+    """NumPy's global generator goes on as if nothing had been drawn, and each name gets its number, the second time too."""
+    np.random.seed(7)
+    np.random.randn(kept)  # makes two, and keeps the second
+    draws, before = Draws(5, None), np.random.get_state(legacy=False)
+    assert draws.of([(9,)], lambda _: 4, lambda: [3]) == [3], "nothing drawn: all at once"
+    once, again = (draws.of([(1,), (2,), (1,)], lambda _: draw(), lambda: [draw()] * 3) for _ in range(2))
+    assert once == again and once[0] == once[2] != once[1]
+    np.testing.assert_equal(np.random.get_state(legacy=False), before)
+
+
+def test_a_draw_is_seen_after_another_generator_took_the_place_of_numpy_s() -> None:
+    """It can't be seeded as this one, which NumPy says."""
+    draws, first = Draws(5, None), np.random.get_bit_generator()
+    assert draws.of([(1,)], lambda _: 0, lambda: [1]) == [1]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        with pytest.raises(TypeError, match="re-seed"):
+            draws.of([(1,)], lambda _: np.random.rand(), lambda: [np.random.rand()])
+    finally:
+        np.random.set_bit_generator(first)
