@@ -74,7 +74,12 @@ class _GlobalOfNumpy:
 
     def generator(self) -> Generator:
         """The functions of a generator."""
-        return Generator(self.state, self._of.set_state, lambda number: self._of.seed(number % 2**32))
+
+        def restore(state: dict[str, Any]) -> None:
+            self._of.set_state(state)
+            self._memory = b""  # the number that is kept may have come back
+
+        return Generator(self.state, restore, lambda number: self._of.seed(number % 2**32))
 
 
 def _numpy(of: np.random.Generator | np.random.RandomState) -> Generator:
