@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,21 +39,22 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lags = device, is_accelerator(device)
+        self._lags = is_accelerator(device)
+        self._now: Callable[[], Any] = partial(mark, device) if self._lags else time.perf_counter
         self.restart()
 
     def restart(self) -> None:
         """Begin anew, with "other"."""
         self._part, self._over = "other", list[tuple[str, Any, Any, float]]()
         self._spans = list[tuple[str, Any, Any, float]]()
-        self._begin, self._waited = mark(self._device), waited()
+        self._begin, self._waited = self._now(), waited()
 
     def enter(self, phase: str) -> None:
         """A phase begins; `phase` may have more words behind a comma."""
-        self._begin_part(_PART_OF.get(phase.partition(",")[0], "other"))
+        self._begin_part(_PART_OF.get(phase) or _PART_OF.get(phase.partition(",")[0], "other"))
 
     def _begin_part(self, part: str) -> None:
-        now, waits = mark(self._device), waited()
+        now, waits = self._now(), waited()
         self._spans.append((self._part, self._begin, now, waits - self._waited))
         self._part, self._begin, self._waited = part, now, waits
 
