@@ -59,7 +59,8 @@ class Trained:
         self._used = _Used()
         # parameters that no rank has used since then, by the ranks' last exchange
         self._idle: set[str] = set()
-        self._gathered: list[tuple[str, Tensor, int]] = []
+        # a strategy that gathers puts other tensors in the parameters' places from each forward to its backward
+        self._gathers, self._gathered = True, list[tuple[str, Tensor, int]]()
         model.sharded.watch(self._used)
         # the sum of the losses whose backwards have reached the model since `zero_grad`, each over the number of micro batches
         self._losses = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -108,12 +109,12 @@ class Trained:
 
     def forwarded(self, trains: bool) -> None:
         """A forward is over. trains: whether `forwarding` was called before it."""
-        if trains:  # a strategy that gathers puts other tensors in the parameters' places until the backward is over
-            gathered = [
-                (name, p) for name, p in self.model.module.named_parameters() if p is not self._whole.get(name, p)
-            ]
-            self._gathered = [(name, parameter, version_of(parameter)) for name, parameter in gathered]
-        elif not self._open:
+        if trains and self._gathers:
+            parameters = self.model.module.named_parameters()
+            gathered = [(name, tensor) for name, tensor in parameters if tensor is not self._whole.get(name, tensor)]
+            self._gathered = [(name, tensor, version_of(tensor)) for name, tensor in gathered]
+            self._gathers = bool(gathered)
+        elif not (trains or self._open):
             self.model.sharded.rest()
 
     def backwarding(self) -> None:
