@@ -43,7 +43,7 @@ PLANTED = [
     Planted("loop", ("missing: rank 1 on", "step 2, forward", "planted.py:", " in hang: ", OTHERS_WAIT)),
     Planted("stop", ("missing: rank 1 on", "has sent no heartbeat", OTHERS_WAIT)),
     Planted(
-        "stop-first", ("rank 0 has ended, or its node is out of reach", "step 2, sums of gradients", "reducer.py:")
+        "stop-first", ("rank 0 has ended, or its node is out of reach", "step 2, sums of gradients", "gradients.py:")
     ),
     Planted("group", ("waiting: rank 0 on", "planted.py:", "dist.barrier(group=self.pair)", "waiting: ranks 1-2 on")),
     Planted(  # communication fails before the watchdog's limit

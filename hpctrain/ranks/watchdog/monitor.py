@@ -115,7 +115,7 @@ class Monitor(Watcher):
             self._end_ranks(alarm["code"])
         time.sleep(_SAYING_SO)
         if self._world.store.check(["failed"]):
-            self._set(IGNORED, "")
+            self.store.set(IGNORED, "")
         else:
             why = f"a communication of rank {alarm['rank']} failed ({alarm['reason']}; its log has the traceback)"
             self._end_job(why, *self._ask(stacks=True), limit=0.0)  # it has not waited for as long as phases may take
@@ -134,16 +134,11 @@ class Monitor(Watcher):
 
     def _is_debugged(self) -> bool:
         """Whether somebody may sit in front of this process: a single rank in a terminal or a notebook may wait."""
-        try:
-            terminal = sys.stdin is not None and sys.stdin.isatty()
-        except ValueError:  # it is closed
-            terminal = False
-        return self.identity.size == 1 and (terminal or hasattr(sys, "ps1"))
+        return self.identity.size == 1 and (self._world.channel.terminal or hasattr(sys, "ps1"))
 
     def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):
             return None
-        assert self.store is not None  # of several ranks
         alarm: dict[str, Any] = json.loads(self.store.get("alarm"))
         self.store.delete_key("alarm")
         return alarm
@@ -158,18 +153,18 @@ class Monitor(Watcher):
 
     def _overdue(self) -> list[str]:
         """Clauses about what is overdue."""
-        found = []
+        clauses = []
         silent = [rank for rank, heard in self._heard.items() if time.monotonic() - heard > self.limit]
         if silent:
-            found.append(f"{name_ranks(silent)} sent no heartbeat for {self.limit:g} s")
+            clauses.append(f"{name_ranks(silent)} sent no heartbeat for {self.limit:g} s")
         beats = self._beats
         idle = [rank for rank, beat in beats.items() if beat.is_overdue(self.limit) and rank not in silent]
         if idle:
             longest = beats[max(idle, key=lambda rank: beats[rank].idle)]
-            found.append(
+            clauses.append(
                 f"{name_ranks(idle)} did not move for {self.limit:g} s (step {longest.step + 1}, {longest.phase})"
             )
-        return found
+        return clauses
 
     def _is_long(self) -> bool:
         """Whether it is time to tell that a phase without a limit takes long: each time the limit has passed."""
@@ -212,32 +207,24 @@ class Monitor(Watcher):
         self._read()
         for key, text in self._those_set(keys).items():
             statuses.append(RankStatus.from_json(text))
-            assert self.store is not None  # of several ranks
             self.store.delete_key(key)
-        told, now = {status.rank for status in statuses}, time.monotonic()
-        silent = [rank for rank in self._others if rank not in told]
+        now, answering = time.monotonic(), {status.rank for status in statuses}
         return statuses, [
-            Silent(rank, self._nodes[rank], now - self._heard[rank], self._beats.get(rank)) for rank in silent
-        ]
+            Silent(rank, self._nodes[rank], now - self._heard[rank], self._beats.get(rank))
+            for rank in self._others if rank not in answering
+        ]  # fmt: skip
 
     def _order(self, order: dict[str, object]) -> None:
         self._orders += 1
-        self._set(f"order/{self._orders}", json.dumps(order))
-
-    def _set(self, key: str, value: str) -> None:
-        if self.store is not None:
-            self.store.set(key, value)
+        self.store.set(f"order/{self._orders}", json.dumps(order))
 
     def _those_set(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values of the keys that are set."""
-        if self.store is None or not keys:
-            return {}
-        store = self.store
-        there = keys if store.check(list(keys)) else [key for key in keys if store.check([key])]
-        return dict(zip(there, store.multi_get(list(there)), strict=True)) if there else {}
+        there = keys if self.store.check(list(keys)) else [key for key in keys if self.store.check([key])]
+        return dict(zip(there, self.store.multi_get(list(there)), strict=True)) if there else {}
 
     def _await(self, keys: Sequence[str]) -> None:
         """Wait until the keys are set, for as long as the ranks may take to answer."""
         give_up = time.monotonic() + _ANSWERING
-        while keys and self.store is not None and not self.store.check(list(keys)) and time.monotonic() < give_up:
+        while not self.store.check(list(keys)) and time.monotonic() < give_up:
             time.sleep(0.02)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import typing_extensions
-from torch import Tensor
 
 from hpctrain.base.torch_private import recorded_operations
 
@@ -43,8 +42,6 @@ _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
 _DEPRECATED = typing_extensions.__file__  # wraps the functions that torch will rename
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
-# names of the tensors in torch's collectives
-_TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
 
 # calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
@@ -188,20 +185,7 @@ def _operation(inner: Sequence[FrameType]) -> str:
     if not calls:
         last = inner[-1].f_code
         return f"{last.co_name} of {Path(last.co_filename).stem}"
-    name = calls[-1].f_code.co_name
-    tensor = next(filter(None, (_tensor(one.f_locals) for one in calls)), "")
-    return f"{name} {tensor}".rstrip()
-
-
-def _tensor(values: dict[str, Any]) -> str:
-    """The first tensor among a call's arguments, such as "(4, 8) float32"."""
-    for name in _TENSORS:
-        value = values.get(name)
-        if isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, Tensor):
-            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return ""
+    return calls[-1].f_code.co_name
 
 
 def share_lines(context: Any, workers: int) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.ranks.meeting import World
@@ -43,19 +44,16 @@ IGNORED = "alarm/ignored"
 """The key with which rank 0 answers an alarm that it does not look into."""
 
 
-def interval_of(limit: float, ranks: int) -> float:
-    """Seconds between two heartbeats of a rank."""
-    return max(_SHORTEST, min(limit / _LONGEST_SHARE, 2.0 + ranks / _RANKS_PER_SECOND))
-
-
 class Watcher:
     """The thread. Rank 0 has a Monitor in its place."""
 
     def __init__(self, world: World, position: Position, limit: float) -> None:
         """limit: seconds that a phase, or a rank without a heartbeat, may take."""
         self.identity, self.position, self.limit = world.identity, position, limit
-        self.interval = interval_of(limit, world.identity.size)
-        self.store = None if world.guarded is None else world.guarded.another(_PATIENCE)
+        self.interval = max(_SHORTEST, min(limit / _LONGEST_SHARE, 2.0 + world.identity.size / _RANKS_PER_SECOND))
+        """Seconds between two heartbeats of a rank."""
+        self._connections = None if world.guarded is None else world.guarded.another(_PATIENCE)
+        self.store: Store = self._connections or world.store
         self.closing = threading.Event()
         self._world, self._orders = world, 0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -73,7 +71,6 @@ class Watcher:
 
         Returns if that is for a reason which another rank tells, or if rank 0 does not answer in time; else the process ends.
         """
-        assert self.store is not None  # there are several ranks
         self.store.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
         self.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
 
@@ -85,8 +82,8 @@ class Watcher:
         try:
             self._watch()
         finally:
-            if self.store is not None:
-                self.store.close()
+            if self._connections is not None:
+                self._connections.close()
 
     def _watch(self) -> None:
         heard = time.monotonic()
@@ -108,7 +105,6 @@ class Watcher:
 
     def turn(self) -> None:
         """Send a heartbeat, and take the next order if there is one. Raises DistNetworkError if rank 0 does not answer."""
-        assert self.store is not None
         self.store.set(f"beat/{self.identity.rank}", json.dumps(beat_of(self.position)))
         key = f"order/{self._orders + 1}"
         if self.comes(key, self.interval):
@@ -119,7 +115,7 @@ class Watcher:
         """Whether the key is set within so many seconds; never for a rank alone."""
         begin = time.monotonic()
         try:
-            if self.store is None:
+            if self._connections is None:
                 self.closing.wait(seconds)
                 return False
             self.store.wait([key], timedelta(seconds=seconds))
@@ -132,7 +128,6 @@ class Watcher:
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         """Tell where this rank is, or end."""
-        assert self.store is not None
         if "number" in order:
             self.store.set(
                 f"status/{order['number']}/{self.identity.rank}", json.dumps(status_of(self.identity, self.position))
