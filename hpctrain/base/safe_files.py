@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -94,11 +93,8 @@ def closed_directory(name: str = "", within: Path | None = None) -> Path:
 @contextmanager
 def scratch_directory(name: str = "", within: Path | None = None) -> Iterator[Path]:
     """`closed_directory`, removed when the block ends."""
-    directory = closed_directory(name, within)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"hpctrain-{name}", dir=within, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def own_directory(path: Path, exist_ok: bool = True) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from hpctrain.mpi import leaving
 from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.library import MPI
 
-_ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
 _CONNECT = timedelta(seconds=60)  # for all addresses together
 
 
@@ -34,7 +33,7 @@ def rendezvous(timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[Gua
     raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
 
 
-def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] | None = None) -> GuardedStore:
+def open_over_mpi(timeout: timedelta) -> GuardedStore:
     """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
     comm = MPI.COMM_WORLD
     leaving.install()
@@ -45,9 +44,7 @@ def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] | None 
     where: Any = None
     if comm.rank == 0:
         secret = secrets.token_bytes(SECRET_BYTES)
-        server = StoreServer(
-            secret, listeners([LOOPBACK] if one_node else reachable_addresses()), comm.size, on_stranger=on_stranger
-        )
+        server = StoreServer(secret, listeners([LOOPBACK] if one_node else reachable_addresses()), comm.size)
         where = {"host": socket.gethostname(), "addresses": server.addresses, "secret": secret.hex()}
     where = broadcast_json(comm, where)
     store = _connect(where, timeout)
@@ -66,7 +63,7 @@ def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
     secret, addresses = bytes.fromhex(where["secret"]), [(host, port) for host, port in where["addresses"]]
     try:
         seconds = min(timeout, _CONNECT).total_seconds()
-        return open_store(addresses, lambda _: secret, seconds, timeout, _ATTEMPT)
+        return open_store(addresses, lambda _: secret, seconds, timeout)
     except (OSError, ProtocolError):
         return None
 

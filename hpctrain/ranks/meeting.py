@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -48,8 +48,6 @@ class World:
     identity: Identity
     store: Store
     channel: RankChannel
-    strangers: list[str] = field(default_factory=list)
-    """Rank 0's sentences about refused connections."""
     guarded: GuardedStore | None = None
     """The store, if the ranks are several processes."""
 
@@ -117,24 +115,18 @@ def meet(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_
     """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout`."""
     if identity.source == "alone":
         return World(identity, PrefixStore("hpctrain", HashStore()), channel)
-    strangers: list[str] = []
-
-    def tell(sentence: str) -> None:
-        strangers.append(sentence)
-        LOG.warning("%s", sentence)
-
     if identity.source == "mpi":
         from hpctrain.mpi.rendezvous import open_over_mpi
 
         try:
-            store = open_over_mpi(timeout, tell)
+            store = open_over_mpi(timeout)
         except EnvironmentUnfitError as error:  # of all ranks
             raise PeerError(error.exit_code) if identity.rank else error from None
     else:
         from hpctrain.ranks.meeting_place import meeting_place, open_or_join
 
-        store = open_or_join(meeting_place(identity), identity, timeout, tell)
-    return World(identity, PrefixStore("hpctrain", store), channel, strangers, store)
+        store = open_or_join(meeting_place(identity), identity, timeout)
+    return World(identity, PrefixStore("hpctrain", store), channel, store)
 
 
 def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,6 @@ from hpctrain.contracts.identity import Identity
 
 _PORTS = range(20000, 32000)  # below the range that Linux uses for outgoing connections
 _CANDIDATES = 64  # ports to try: other jobs on the node, or an attacker who wants to block this job, may hold some
-_ATTEMPT = 2.0  # seconds for one port: another program may listen there and never answer
 
 
 @dataclass(frozen=True)
@@ -54,23 +53,18 @@ def meeting_place(identity: Identity, environment: Mapping[str, str] = os.enviro
     return MeetingPlace(token, environment["MASTER_ADDR"], one_node)
 
 
-def open_or_join(
-    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
-) -> GuardedStore:
+def open_or_join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
     """The store of all ranks that meet at `place`; EnvironmentUnfitError if the ranks do not meet in time."""
-    first = identity.rank == 0
-    store = _open(place, identity, timeout, on_stranger) if first else _join(place, identity, timeout)
+    store = (_join if identity.rank else _open)(place, identity, timeout)
     bind_communication(store.local_host)
     return store
 
 
-def _open(
-    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
-) -> GuardedStore:
+def _open(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
     hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
     sockets = _listen(place, hosts, identity)
     credential = make_credential(place.token, place.secret_file)
-    server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
+    server = StoreServer(credential.secret, sockets, identity.size, credential.introduction)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
     try:
         store.serve(server, _await_all(store, identity, timeout))
@@ -102,7 +96,7 @@ def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> Guarde
     try:
         addresses = [(host, port) for port in ports for host in hosts]
         secret = partial(find_secret, place.token, place.secret_file)
-        store = open_store(addresses, secret, timeout.total_seconds(), timeout, _ATTEMPT)
+        store = open_store(addresses, secret, timeout.total_seconds(), timeout)
     except (OSError, ProtocolError) as error:
         raise EnvironmentUnfitError(
             f"rank {identity.rank} on {identity.node} found no rank 0 of this job on {place.host} within "

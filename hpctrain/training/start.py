@@ -155,8 +155,6 @@ def take_directory(start: Start) -> None:
     if text := described(checked.raw.tables):
         LOG.info("environment: %s", text)  # each rank's own
         start.say("environment", text)
-    for sentence in start.world.strangers:  # from before the log existed
-        LOG.info("%s", sentence)
 
 
 def communicate(start: Start) -> None:

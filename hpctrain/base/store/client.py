@@ -25,7 +25,6 @@ from hpctrain.base.store.messages import (
     SECONDS,
     WRONG,
     ProtocolError,
-    checked,
     digest,
     endpoint,
     frame,
@@ -40,6 +39,8 @@ __all__ = ["GuardedStore", "await_members", "missing_keys", "open_store"]
 
 _SLACK = 10.0  # seconds that an answer may take beyond the server's own time limit: rank 0 may be busy
 _PATIENCE = 300.0  # seconds for the answer to a request that does not wait for keys
+# seconds for one address: a firewall may drop packets instead of refusing them, or a program listen and never answer
+_ATTEMPT = 2.0
 _ANOTHER = 60.0  # seconds for an additional connection of a rank that has joined
 _LONGEST_WAIT = 1e8  # seconds; the system counts nanoseconds in 64 bits
 _LONGEST_INTRODUCTION = 4096
@@ -73,7 +74,7 @@ class Connection:
         self._give_up = time.monotonic() + seconds
         self._socket.settimeout(seconds)
         self._socket.sendall(frame(request))
-        return unpack(self._read(checked(*LENGTH.unpack(self._read(LENGTH.size)))))
+        return unpack(self._read(*LENGTH.unpack(self._read(LENGTH.size))))
 
     def close(self) -> None:
         self._socket.close()
@@ -240,19 +241,18 @@ class GuardedStore(Store):
 
 
 def open_store(
-    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
+    addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta
 ) -> GuardedStore:
     """The store of this job's server at the first of `addresses` that answers; tries all in turn for `seconds`.
 
-    timeout: the limit of waits for keys. attempt: seconds for one address; a firewall may drop packets instead of refusing them.
-    Raises the OSError or ProtocolError of the last attempt.
+    timeout: the limit of waits for keys. Raises the OSError or ProtocolError of the last attempt.
     """
     give_up = time.monotonic() + seconds
     last: Exception = OSError("it has no address")
     while addresses:
         for address in addresses:
             try:
-                return GuardedStore(address, timeout, Connection(address, find_secret, attempt))
+                return GuardedStore(address, timeout, Connection(address, find_secret, _ATTEMPT))
             except (OSError, ProtocolError) as error:
                 last = error
             if time.monotonic() > give_up:

@@ -28,7 +28,6 @@ LENGTH = struct.Struct(">I")
 OK, LATE, WRONG = b"ok", b"late", b"wrong"  # the begins of replies
 NUMBER = struct.Struct(">q")
 SECONDS = struct.Struct(">d")
-MAX_PAYLOAD = 2**28  # bytes; peers have proved who they are, so this only catches mistakes
 
 
 class ProtocolError(Exception):
@@ -51,31 +50,19 @@ def pack(parts: Sequence[bytes]) -> bytes:
 
 
 def unpack(payload: bytes) -> list[bytes]:
-    """The byte strings of a payload; ProtocolError when they do not fill it exactly."""
-    parts, position = [], 0
-    while position < len(payload):
-        if position + LENGTH.size > len(payload):
-            raise ProtocolError("a message ends in the middle of a length")
-        (length,) = LENGTH.unpack_from(payload, position)
-        position += LENGTH.size
-        if position + length > len(payload):
-            raise ProtocolError("a message ends in the middle of a part")
-        parts.append(payload[position : position + length])
-        position += length
+    """The byte strings of a payload."""
+    parts, end = [], 0
+    while end < len(payload):
+        (length,) = LENGTH.unpack_from(payload, end)
+        begin, end = end + LENGTH.size, end + LENGTH.size + length
+        parts.append(payload[begin:end])
     return parts
 
 
 def frame(parts: Sequence[bytes]) -> bytes:
     """The message of several byte strings: the bytes to send."""
     payload = pack(parts)
-    return LENGTH.pack(checked(len(payload))) + payload
-
-
-def checked(length: int) -> int:
-    """The length of a payload; ProtocolError if it is beyond reason."""
-    if length > MAX_PAYLOAD:
-        raise ProtocolError(f"a message of {length} bytes is longer than the {MAX_PAYLOAD} allowed")
-    return length
+    return LENGTH.pack(len(payload)) + payload
 
 
 def endpoint(address: tuple[Any, ...]) -> bytes:

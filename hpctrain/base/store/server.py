@@ -28,7 +28,6 @@ from hpctrain.base.store.messages import (
     SECONDS,
     WRONG,
     ProtocolError,
-    checked,
     digest,
     endpoint,
     frame,
@@ -141,15 +140,13 @@ class Contents:
 class StoreServer:
     """Listens on `listeners` from construction to `close`.
 
-    introduction: sent to everybody who connects; a rank needs it to find the secret.
-    on_stranger: called on the server's thread with a sentence, once for each host that gives no valid proof; None: logs it.
+    introduction: sent to all who connect; a rank needs it to find the secret. Each host without a valid proof is logged once.
     """
 
     def __init__(
-        self, secret: bytes, listeners: Iterable[socket.socket], ranks: int, introduction: bytes = b"",
-        on_stranger: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._secret, self._introduction, self._on_stranger = secret, introduction, on_stranger or LOG.warning
+        self, secret: bytes, listeners: Iterable[socket.socket], ranks: int, introduction: bytes = b""
+    ) -> None:
+        self._secret, self._introduction = secret, introduction
         self._contents = Contents()
         self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
         self._serving: set[asyncio.Task[None]] = set()
@@ -238,7 +235,7 @@ class StoreServer:
         while True:
             try:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                payload = await reader.readexactly(checked(length))
+                payload = await reader.readexactly(length)
             except asyncio.IncompleteReadError:
                 return
             writer.write(frame(await self._contents.answer(unpack(payload))))
@@ -250,7 +247,7 @@ class StoreServer:
             return
         self._strangers.add(host)
         reason = str(error) if isinstance(error, ProtocolError) else "it did not answer the handshake"
-        self._on_stranger(
+        LOG.warning(
             f"a connection from {host} port {peer[1]} was refused: {reason}; further ones from this host are refused silently"
         )
 

@@ -80,12 +80,7 @@ class Messages:
 
     def timed_out(self, work: MessageWork, seconds: float) -> CommunicationTimeoutError:
         """The error for a message that never came. MPI still holds its buffer, so the group is unusable."""
-        if work.peer == ANY_SOURCE:
-            missing = "no rank has sent a matching message"
-        elif work.name == "recv":
-            missing = f"rank {self._presence.ranks[work.peer]} has not sent a matching message"
-        else:
-            missing = f"rank {self._presence.ranks[work.peer]} has not received it"
+        missing = "no matching message was sent" if work.name == "recv" else "it was not received"
         self.broken = CommunicationTimeoutError(
             f"{self.describe(work)} did not finish within {seconds:g} s: {missing}. Look at what that rank does (its "
             "log, or py-spy dump), whether both sides use the same tag, or raise the timeout if it is only slow"
