@@ -51,7 +51,12 @@ def open_over_mpi(timeout: timedelta) -> GuardedStore:
     used = gather_json(comm, [socket.gethostname(), None if store is None else store.address])
     failures = {rank: host for rank, (host, address) in enumerate(used) if address is None}
     if store is None or failures:  # all ranks fail together: a rank that went on alone would wait for the others
-        raise _out_of_reach(failures, where)
+        addresses = ", ".join(f"{host} port {port}" for host, port in where["addresses"])
+        raise EnvironmentUnfitError(
+            f"{name_ranks(list(failures))} ({', '.join(sorted(set(failures.values())))}) could not connect to rank 0 "
+            f"on {where['host']} at any of its addresses: {addresses}; expected TCP connections between the nodes of a "
+            "job to be allowed: check the firewall and the network interfaces"
+        )
     if server is not None:
         store.serve(server, {address[0] for _, address in used[1:]})
     bind_communication(store.local_host)
@@ -66,12 +71,3 @@ def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
         return open_store(addresses, lambda _: secret, seconds, timeout)
     except (OSError, ProtocolError):
         return None
-
-
-def _out_of_reach(failures: dict[int, str], where: dict[str, Any]) -> EnvironmentUnfitError:
-    addresses = ", ".join(f"{host} port {port}" for host, port in where["addresses"])
-    return EnvironmentUnfitError(
-        f"{name_ranks(list(failures))} ({', '.join(sorted(set(failures.values())))}) could not connect to rank 0 "
-        f"on {where['host']} at any of its addresses: {addresses}; expected TCP connections between the nodes of a "
-        "job to be allowed: check the firewall and the network interfaces"
-    )

@@ -100,15 +100,9 @@ class World:
         """Wait until each of the ranks has set its key. EnvironmentUnfitError names those that have not in time."""
         if self.guarded is None:  # a rank alone waits for nobody
             return
-        from hpctrain.base.store.client import missing_keys
-        from hpctrain.ranks.meeting_place import not_met
+        from hpctrain.ranks.meeting_place import await_ranks
 
-        try:
-            absent = missing_keys(self.store, keys, limit)
-        except RuntimeError:  # the store is gone, with rank 0
-            absent = [*range(len(keys))]
-        if absent:
-            raise not_met(self.identity, ", ".join(str(ranks[one]) for one in absent), limit)
+        await_ranks(self.store, self.identity, keys, ranks, limit)
 
 
 def meet(identity: Identity, channel: RankChannel, timeout: timedelta = MEETING_TIMEOUT) -> World:

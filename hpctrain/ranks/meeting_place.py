@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
@@ -67,7 +69,9 @@ def _open(place: MeetingPlace, identity: Identity, timeout: timedelta) -> Guarde
     server = StoreServer(credential.secret, sockets, identity.size, credential.introduction)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
     try:
-        store.serve(server, _await_all(store, identity, timeout))
+        keys = [f"came/{rank}" for rank in range(1, identity.size)]
+        await_ranks(store, identity, keys, range(1, identity.size), timeout)
+        store.serve(server, {host.decode() for host in store.multi_get(keys)})
     finally:
         credential.remove()
     return store
@@ -81,14 +85,6 @@ def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[s
             continue  # taken
     ports = ", ".join(map(str, place.ports()))
     raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end the programs on them")
-
-
-def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> set[str]:
-    """Wait for all ranks, and return the addresses at which they connected."""
-    keys = [f"came/{rank}" for rank in range(1, identity.size)]
-    if absent := missing_keys(store, keys, timeout):
-        raise not_met(identity, ", ".join(str(one + 1) for one in absent), timeout)
-    return {host.decode() for host in store.multi_get(keys)}
 
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
@@ -107,9 +103,15 @@ def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> Guarde
     return store
 
 
-def not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:
-    """The error of a rank whose wait for others timed out."""
-    return EnvironmentUnfitError(
-        f"rank {identity.rank} on {identity.node} waited {waited.total_seconds():.0f} s for rank {missing} of "
-        f"{identity.size} to join; look for that rank's own message, or for a node on which it could not start"
-    )
+def await_ranks(store: Store, identity: Identity, keys: Sequence[str], ranks: Sequence[int], limit: timedelta) -> None:
+    """Wait until each of the ranks has set its key. EnvironmentUnfitError names those that have not in time."""
+    try:
+        absent = missing_keys(store, keys, limit)
+    except RuntimeError:  # the store is gone, with rank 0
+        absent = [*range(len(keys))]
+    if absent:
+        raise EnvironmentUnfitError(
+            f"rank {identity.rank} on {identity.node} waited {limit.total_seconds():.0f} s for rank "
+            f"{', '.join(str(ranks[place]) for place in absent)} of {identity.size} to join; look for that rank's own message, or "
+            "for a node on which it could not start"
+        )

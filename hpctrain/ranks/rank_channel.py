@@ -7,7 +7,6 @@ another host has the standard streams of mpiexec, as hpctrain_tools/launch/chann
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import sys
@@ -70,7 +69,8 @@ def attach(directory: Path) -> RankChannel:
 
     Call it before MPI starts: MPI's wait for the other ranks would outlast the starter. Raises EnvironmentUnfitError.
     """
-    return attach_to_mpiexec(str(directory)) if is_word(str(directory)) else attach_to_directory(directory)
+    word = str(directory)
+    return attach_to_mpiexec(word) if word.partition(":")[0] == WORD else attach_to_directory(directory)
 
 
 def attach_to_directory(directory: Path) -> RankChannel:
@@ -109,11 +109,6 @@ def _leave_with_starter(directory: Path) -> None:
         os.read(alive, 1)
     shutil.rmtree(directory, ignore_errors=True)  # the starter was killed before it could
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_word(text: str) -> bool:
-    """Whether a starter has given it, and no directory."""
-    return re.fullmatch(f"{WORD}({ON_TERMINAL})?({ERRORS_ON_TERMINAL})?", text) is not None
 
 
 def attach_to_mpiexec(text: str) -> RankChannel:

@@ -209,8 +209,9 @@ class Monitor(Watcher):
             statuses.append(RankStatus.from_json(text))
             self.store.delete_key(key)
         now, answering = time.monotonic(), {status.rank for status in statuses}
+        last = {rank: f"last seen in {beat.where}" for rank, beat in self._beats.items()}
         return statuses, [
-            Silent(rank, self._nodes[rank], now - self._heard[rank], self._beats.get(rank))
+            Silent(rank, self._nodes[rank], now - self._heard[rank], last.get(rank, "never seen"))
             for rank in self._others if rank not in answering
         ]  # fmt: skip
 

@@ -53,7 +53,9 @@ class Queries:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
-        self._waiting: dict[str, Question] = {}  # by token, oldest first; replaced as a whole, since others read it
+        # by token, oldest first: questions of `hpctrain where`, and requests
+        self._where: dict[str, Question] = {}
+        self._requests: dict[str, Question] = {}
         self._answers: dict[str, tuple[Question, Mapping[str, Any]]] = {}  # the newest of each token, to be written
         self._known: set[str] = set()  # tokens of questions that have been read
         self._lock, self._due, self._has_ended = threading.Lock(), threading.Event(), False
@@ -66,19 +68,18 @@ class Queries:
     @property
     def is_waiting(self) -> bool:
         """Whether `hpctrain where` has asked."""
-        return any(question.name == WHERE for question in self._waiting.values())
+        return bool(self._where)
 
     @property
     def has_request(self) -> bool:
         """Whether there is a request that the ranks may take."""
-        return any(question.name != WHERE for question in self._waiting.values())
+        return bool(self._requests)
 
     def take(self) -> Question | None:
         """The oldest request, which is the ranks' from now on."""
         with self._lock:
-            oldest = next((question for question in self._waiting.values() if question.name != WHERE), None)
-            self._waiting = {token: question for token, question in self._waiting.items() if question is not oldest}
-        return oldest
+            token = next(iter(self._requests), "")
+            return self._requests.pop(token, None)
 
     def tell(self, question: Question, answer: Mapping[str, Any]) -> None:
         """Give an answer, if somebody still waits for it."""
@@ -89,17 +90,15 @@ class Queries:
     def answer(self, lines: list[str]) -> None:
         """Answer `hpctrain where`."""
         with self._lock:
-            of_where = {token: question for token, question in self._waiting.items() if question.name == WHERE}
-            self._answers |= {token: (question, {"lines": lines}) for token, question in of_where.items()}
-            self._waiting = {token: self._waiting[token] for token in self._waiting if token not in of_where}
+            self._answers |= {token: (question, {"lines": lines}) for token, question in self._where.items()}
+            self._where.clear()
         self._due.set()
 
     def acknowledge(self, where: str) -> None:
         """Tell those who wait with a request that the job runs. where: rank 0's position in words."""
+        answer = {"state": "waiting", "where": where}
         with self._lock:  # the answer of those who take a request meanwhile comes later
-            for token, question in self._waiting.items():
-                if question.name != WHERE:
-                    self._answers[token] = question, {"state": "waiting", "where": where}
+            self._answers |= {token: (question, answer) for token, question in self._requests.items()}
 
     def close(self, why: str) -> None:
         """Refuse all requests, which no rank will take; wait for the last answers."""
@@ -123,8 +122,11 @@ class Queries:
         there = {match[2] for match in names}
         new = [question for match in names if match[2] not in self._known and (question := self._read(*match.groups()))]
         with self._lock:
-            kept = {token: question for token, question in self._waiting.items() if token in there}
-            self._waiting = kept | {question.token: question for question in new}
+            for question in new:
+                (self._where if question.name == WHERE else self._requests)[question.token] = question
+            for waiting in (self._where, self._requests):
+                for token in waiting.keys() - there:
+                    del waiting[token]
         self._known = there
 
     def _read(self, name: str, token: str) -> Question | None:

@@ -148,11 +148,8 @@ def _communicates(frame: FrameType) -> bool:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return _communicates(frame) or _is_of_library(frame.f_code.co_filename)
-
-
-def _is_of_library(path: str) -> bool:
-    if path.startswith((_TORCH, *_COMMUNICATION)) or path == _DEPRECATED:
+    path = frame.f_code.co_filename
+    if _communicates(frame) or path.startswith(_TORCH) or path == _DEPRECATED:
         return True
     return path.startswith((_STANDARD, "<")) and not path.startswith(_INSTALLED)
 

@@ -80,17 +80,21 @@ def _loading() -> list[str]:
 
 
 class Silent(NamedTuple):
-    """A rank that sends no heartbeats. seconds: since the last one. last: None if there never was one."""
+    """A rank that sends no heartbeats. seconds: since the last one. where: a clause about what that one told."""
 
     rank: int
     node: str
     seconds: float
-    last: Beat | None
+    where: str
 
 
 def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
-    lines = [f"{'missing' if rank.seconds > limit else 'no answer in time'}: {_silent(rank)}" for rank in silent]
+    lines = [
+        f"{'missing' if one.seconds > limit else 'no answer in time'}: rank {one.rank} on {one.node} has sent no heartbeat for "
+        f"{one.seconds:.0f} s: stopped, killed, or its node is out of reach ({one.where})"
+        for one in silent
+    ]
     absent = [status for status in statuses if status.waits_for is None]
     kinds = {
         "missing": [status for status in absent if status.beat.idle >= limit / 2],  # others of the same hang came later
@@ -98,14 +102,6 @@ def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: f
         "waiting": [status for status in statuses if status.waits_for is not None],
     }
     return lines + [f"{kind}: {clause}" for kind, of_kind in kinds.items() for clause in _grouped(of_kind)]
-
-
-def _silent(rank: Silent) -> str:
-    where = f"last seen in {rank.last.where}" if rank.last is not None else "never seen"
-    return (
-        f"rank {rank.rank} on {rank.node} has sent no heartbeat for {rank.seconds:.0f} s: stopped, killed, or its node is out of "
-        f"reach ({where})"
-    )
 
 
 def _grouped(statuses: Sequence[RankStatus]) -> list[str]:
