@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,7 @@ def groups_of(optimizer: torch.optim.Optimizer, module: nn.Module, name: str) ->
         raise UsageError(
             f"setup: {missing[0]} of {name!r} is trained, but not in the optimizer; add it, or freeze it with requires_grad_(False)"
         )
-    return list(_groups(optimizer, names))
-
-
-def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    groups = []
     for group in optimizer.param_groups:
         trained = [names[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
         if not trained:
@@ -207,9 +204,7 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Itera
                 "setup: a group of the optimizer has frozen parameters only; leave it out, or freeze them afterwards"
             )
         options = {key: value for key, value in group.items() if key != "params"}
-        yield {
-            "pattern": [glob.escape(key) for key in trained],  # a name may have [ or *
-            "max_dims": None,
-            **options,
-            "lr": float(options["lr"]),  # a capturable optimizer's is a tensor
-        }
+        pattern = [glob.escape(key) for key in trained]  # a name may have [ or *
+        rate = float(options["lr"])  # a capturable optimizer's is a tensor
+        groups.append({"pattern": pattern, "max_dims": None, **options, "lr": rate})
+    return groups

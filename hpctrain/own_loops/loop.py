@@ -252,8 +252,7 @@ class Loop:
                 raise UsageError(
                     f"register_for_checkpointing: {laid_out.name!r} is trained: checkpoints have it already"
                 )
-            is_own_name = laid_out is not None and laid_out.name == name
-            if self._steps is not None or name in self._registered or (name in self._models and not is_own_name):
+            if self._steps is not None or name in self._registered or name in self._trained:
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )
@@ -411,9 +410,7 @@ class Loop:
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches of the validation data, the same number on every rank: one whose `counts` is false is
         padding, and no part of the result. Collective."""
-        if self._steps is None:
-            raise UsageError("validation: the loop has no data yet; expected it after steps() has begun")
-        yield from self._steps.validation()
+        yield from self._begun("validation").validation()
 
     def print(self, *values: object) -> None:
         """Print a line on rank 0."""

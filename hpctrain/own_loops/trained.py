@@ -320,22 +320,22 @@ class Trained:
     def note_rates(self) -> None:
         """Keep the groups' learning rates, and what the program or a scheduler of torch has set in the groups: the start of the
         steps replaces the optimizer."""
-        groups = self.model.optimizer.param_groups
-        self._set_rates = [float(group["lr"]) for group in groups]
+        self._set_rates = self._rates()
         self._noted = [
             {key: value for key, value in group.items() if key not in ("params", "lr") and original.get(key) != value}
-            for group, original in zip(groups, self.model.group_options, strict=True)
+            for group, original in zip(self.model.optimizer.param_groups, self.model.group_options, strict=True)
         ]
 
     def rates_state(self) -> PluginState:
         """The learning rates, which the program sets, in checkpoints."""
-        return PluginState(f"{self.name} rates", values=self._rates, restore=self._take_rates)
 
-    def _rates(self) -> dict[str, Any]:
-        return {"rates": [float(group["lr"]) for group in self.model.optimizer.param_groups]}
+        def restore(values: dict[str, Any]) -> None:
+            self._set_rates = [float(rate) for rate in values["rates"]]
 
-    def _take_rates(self, values: dict[str, Any]) -> None:
-        self._set_rates = [float(rate) for rate in values["rates"]]
+        return PluginState(f"{self.name} rates", values=lambda: {"rates": self._rates()}, restore=restore)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.model.optimizer.param_groups]
 
     def restore_rates(self) -> None:
         """Give the optimizer that trains now what `note_rates` or a checkpoint has kept."""
