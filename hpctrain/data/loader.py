@@ -104,7 +104,7 @@ class Loader:
     def _run(self) -> None:
         while not self._closed.is_set():
             item = self._load()
-            self._put(item)
+            self._ready.put(item)  # `close` makes room
             if not isinstance(item, tuple):
                 return
 
@@ -133,14 +133,6 @@ class Loader:
                 micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops, loaded.seconds)
             end = None if planned.after is None else (planned.after, dict(places))
             yield micro, copies.done(), planned.indices, end
-
-    def _put(self, item: Item) -> None:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
 
     def _move(self, value: Any) -> Any:
         """Move tensors to the device, on accelerators through pinned memory; floating point ones get the parameters' dtype."""
