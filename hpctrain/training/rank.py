@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -61,7 +61,10 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
         raise UsageError(
             f"{caller} sets torch.distributed up itself, but it is set up already; call destroy_process_group() before"
         )
-    with _plain(job) as plain:
+    from hpctrain.registry.user_code.python_objects import given_objects  # here: a job file has none
+
+    tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
+    with given_objects(tables) as plain:
         raw = RawJob(plain, {}, "job").refuse_values()
         hook = sys.excepthook
         try:
@@ -71,15 +74,6 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
     gc.collect()
-
-
-def _plain(job: Job | Mapping[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-    """The tables of a job, with references in place of objects."""
-    if isinstance(job, Job):
-        return nullcontext(job.model_dump(mode="json", exclude_unset=True))
-    from hpctrain.registry.user_code.python_objects import given_objects  # here: a job file has none
-
-    return given_objects(job)
 
 
 def run_rank(
