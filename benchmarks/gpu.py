@@ -127,7 +127,7 @@ class Bench:
         """The batches of all steps, the same as the jobs', on the device."""
         checked = self._checked("plain", {})
         feed = Feed(checked.job, checked.parts, rank=0, ranks=1, node="", device=self.device, split=lambda batch: batch)
-        loader = feed.training_loader(Progress(feed.steps))
+        loader = feed.training_loader(Progress(feed.data.steps))
         batches = [micro.batch for micro in loader]
         loader.close()
         return batches

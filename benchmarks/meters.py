@@ -14,15 +14,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 import hpctrain
-from hpctrain.contracts.runner import MicroBatch
-from hpctrain.training.meters.meters import Meters
+from hpctrain.training.meters.meters import Meters, Traffic
 from hpctrain.training.report import Report
 
 PARTS = 3
@@ -33,16 +31,16 @@ class Turns:
 
     def __init__(self) -> None:
         self.is_on, self.ends, self.own = True, list[float](), list[float]()
-        self._figures, self._row, self._traffic = Meters.figures, Meters.row, Meters.traffic
+        self._figures, self._row, self._traffic = Meters.figures, Meters.row, Traffic.take
         self._report: Any = Report.row
 
     def install(self) -> None:
         """Stand between the loop and its meters."""
         turns = self
 
-        def figures(meters: Meters, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        def figures(meters: Meters, *arguments: Any) -> dict[str, Any]:
             begin = time.perf_counter()
-            found = turns._figures(meters, micro_batches)
+            found = turns._figures(meters, *arguments)
             turns.own.append(time.perf_counter() - begin)
             return found if turns.is_on else {}
 
@@ -52,7 +50,7 @@ class Turns:
             turns.own[-1] += time.perf_counter() - begin
             return found
 
-        def traffic(meters: Meters) -> dict[str, Any]:
+        def traffic(meters: Traffic) -> dict[str, Any]:
             begin = time.perf_counter()
             found = turns._traffic(meters) if turns.is_on else {}
             turns.own[-1] += time.perf_counter() - begin
@@ -67,7 +65,7 @@ class Turns:
             turns.is_on = not turns.is_on
 
         for owner, name, replacement in (
-            (Meters, "figures", figures), (Meters, "row", row), (Meters, "traffic", traffic), (Report, "row", report),
+            (Meters, "figures", figures), (Meters, "row", row), (Traffic, "take", traffic), (Report, "row", report),
         ):  # fmt: skip
             setattr(owner, name, replacement)
 

@@ -67,7 +67,7 @@ class OwnSteps(Steps):
         super().__init__(session, start.stop, reads)
         for each in trained.values():
             each.steps = self
-            if reads and session.feed.samples is None:
+            if reads and session.feed.data.samples is None:
                 refuse_epochs(each.model.job, STREAM)
         self._restore_rates()
         self.dealt, self.is_last = 1, True
@@ -183,7 +183,7 @@ class OwnSteps(Steps):
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches of the validation data, the same number on every rank. Collective."""
-        if not self.session.feed.validates:
+        if self.session.feed.data.validation is None:
             raise UsageError(
                 "validation: the job has no validation data; give it [evaluation] and data with that split"
             )

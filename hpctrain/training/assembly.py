@@ -85,7 +85,7 @@ def complete(
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
-    progress = Progress(feed.steps)
+    progress = Progress(feed.data.steps)
     meters = Meters(
         device, parts.precision, gather_values(identity.node), meshes.groups(),
         copies=identity.size // layout.data_ranks,
@@ -151,7 +151,7 @@ def describe(session: Session, reads: bool) -> dict[str, str]:
         "pipeline": model.runner.describe(plan.micro_batches),
         "batch": str(plan) if reads else None,
         "data": session.feed.describe(epochs) if reads else None,
-        "loader": session.feed.remark if reads else None,
+        "loader": session.feed.data.training.remark if reads else None,
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
         "compression": model.sums.describe(),

@@ -4,7 +4,7 @@ would fail there after hours fails at once."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -118,7 +118,11 @@ def measure(
         having = [values for counted, values, _ in everyone if counted]  # a pipeline's first ranks have no outputs
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             _refuse_different_values(metric, of_ranks)
-        add_measured(measured, having[0], parts.model.counts)
+        for name, value in (item for values in having[0] for item in values.items()):
+            if name in measured or name in (*_TAKEN, parts.model.counts):
+                why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
+                raise UsageError(why)
+            measured[name] = value
     return measured, int(terms)
 
 
@@ -162,16 +166,6 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def add_measured(measured: dict[str, float], metrics: Iterable[Mapping[str, float]], counts: str) -> None:
-    """Add each metric's values to the losses in `measured`. counts: "tokens" or "samples". Raises UsageError for a name that is
-    taken."""
-    for name, value in (item for values in metrics for item in values.items()):
-        if name in measured or name in (*_TAKEN, counts):
-            why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
-            raise UsageError(why)
-        measured[name] = value
-
-
 def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
     """Raises UsageError if `[checkpoint] keep_best` goes by something that is not among the `names` of what is measured."""
     best = job.checkpoint.keep_best
@@ -201,7 +195,7 @@ def look(session: Session) -> None:
     raise, and UsageError where nothing measures what `[checkpoint] keep_best` goes by.
     """
     job, parts, position = session.job, session.parts, session.hooks.position
-    if not (job.evaluation.enabled and session.feed.validates) or session.progress.done:
+    if not (job.evaluation.enabled and session.feed.data.validation is not None) or session.progress.done:
         return
     # a pipeline's ranks have other modules, and all must come to one answer
     if sum_of(job.compile.enabled or is_compiled(session.model.module)):

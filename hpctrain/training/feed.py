@@ -34,7 +34,7 @@ _SHOWN = 4
 class Feed:
     """Opens the data and loads this rank's part of each global batch.
 
-    steps: of a run from the beginning. plan: this rank's part in the global batches.
+    plan: this rank's part in the global batches.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Feed:
         split: cuts this rank's part from a micro batch."""
         self._job, self._parts, self._rank, self._ranks, self._device = job, parts, rank, ranks, device
         self._split = split
-        self._data = data = open_data(job, parts, node)
-        self.samples, self.steps, self.fingerprint = data.samples, data.steps, data.fingerprint
+        self.data = data = open_data(job, parts, node)
         self._refuse_differences(node)
         self.plan = self._make_plan(data.lengths)
+        # workers live from the first loader of their data to the end of the run: to start them takes seconds
         self._pools: dict[Split, Pool] = {}
         self._loader: Loader | None = None
         self._places: StreamPlaces | None = None
@@ -64,7 +64,7 @@ class Feed:
             self._places = StreamPlaces(data.training, rank, ranks, workers_of(job, data.training))
 
     def _refuse_differences(self, node: str) -> None:
-        everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))
+        everyone: list[tuple[int | None, str, str]] = gather_values((self.data.samples, self.data.fingerprint, node))
         others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
         if others:
             told = [
@@ -86,61 +86,50 @@ class Feed:
                 'is a stream, which can only be read on from a checkpoint; expected "skip" or "stop", or data with __getitem__'
             )
 
-    def first_samples(self, count: int) -> tuple[Samples, Lengths]:
-        """The samples of a job with batches by tokens, and the lengths of the first of them."""
-        assert isinstance(self._data.training, Samples) and self._data.lengths is not None
-        return self._data.training, self._data.lengths[:count]
-
-    @property
-    def validates(self) -> bool:
-        """Whether there are samples to evaluate with."""
-        return self._data.validation is not None
-
     def steps_from(self, samples_seen: int) -> int:
         """The number of steps of the job's epochs from this position in the order of the samples."""
-        return steps_of_epochs(self._job, self.samples or 0, self._data.order, self._data.lengths, samples_seen)
+        return steps_of_epochs(self._job, self.data.samples or 0, self.data.order, self.data.lengths, samples_seen)
 
     def samples_of(self, epochs: float) -> float:
         """The samples of so many epochs; 0 if epochs can't be counted."""
-        return epochs * (self.samples or 0)
+        return epochs * (self.data.samples or 0)
 
     def epochs(self, samples_seen: float) -> float:
         """The passes over the data; of a stream of unknown length the completed ones."""
-        if self.samples:
-            return samples_seen / self.samples
+        if self.data.samples:
+            return samples_seen / self.data.samples
         self._note_places()
         return 0.0 if self._places is None else float(self._places.epoch)
 
     def describe(self, epochs: float) -> str:
         """The data in a line. epochs: at the end of the run."""
-        told = f"{self.samples:,} samples, {epochs:.2f} epochs" if self.samples else "unknown number of samples"
+        told = (
+            f"{self.data.samples:,} samples, {epochs:.2f} epochs" if self.data.samples else "unknown number of samples"
+        )
         if self._places is None:
             return told
         whole = "read whole by each data-parallel rank" if self._ranks > 1 else "read by one reader"
         return f"a stream, {f'in {self._places.shards} shards' if self._places.shards > 1 else whole}, {told}"
 
     @property
-    def sample_kind(self) -> str:
-        """The words before an index of the training data: "sample 7", "item 7"."""
-        return "sample" if self._places is None else "item"
-
-    @property
-    def remark(self) -> str:
-        """A line for the screen about the data set's own settings that are used; "" for none."""
-        return self._data.training.remark
+    def is_stream(self) -> bool:
+        """Whether the training data is a stream."""
+        return self._places is not None
 
     def training_loader(self, progress: Progress) -> Loader:
         """The micro batches from here to the last step."""
-        plan = self.plan.training(self._data.order, progress.samples_seen, progress.steps - progress.step)
+        plan = self.plan.training(self.data.order, progress.samples_seen, progress.steps - progress.step)
         axis = axis_of_one_shape(self._job, self._parts)
         split = self._split if axis is None else OneShape(self._split, axis)
-        self._loader = self._load("train", lambda: self._training_pool(progress), plan, split)
+        if "train" not in self._pools:
+            self._pools["train"] = self._training_pool(progress)
+        self._loader = make_loader(self._pools["train"], plan, split, self._job, self._parts, self._device)
         return self._loader
 
     def _training_pool(self, progress: Progress) -> Pool:
         if self._places is None:
-            return make_pool(self._job, self._parts, self._data.training)
-        collate, table = make_collation(self._job, self._parts, self._data.training), self._job.dataset
+            return make_pool(self._job, self._parts, self.data.training)
+        collate, table = make_collation(self._job, self._parts, self.data.training), self._job.dataset
         seed, name = self._job.job.seed, named(self._parts.dataset, with_version=False)
         done = progress.step * self.plan.micro_batches
         batches = self._places.batches(collate, seed, name, progress.samples_seen, done)
@@ -148,11 +137,13 @@ class Feed:
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
         """This rank's part of the evaluation, or its first `micro_batches`."""
-        source, batches = self._data.validation, self._job.evaluation.batches
+        source, batches = self.data.validation, self._job.evaluation.batches
         assert source is not None
-        whole = evaluation_plan(self._make_plan(self._data.validation_lengths), source, batches)
+        whole = evaluation_plan(self._make_plan(self.data.validation_lengths), source, batches)
         plan = islice(whole, micro_batches)  # only as many are computed
-        return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
+        if "validation" not in self._pools:
+            self._pools["validation"] = make_pool(self._job, self._parts, source)
+        return make_loader(self._pools["validation"], plan, self._split, self._job, self._parts, self._device)
 
     def stream_values(self) -> dict[str, Any] | None:
         """The values with which a checkpoint continues a stream; None for samples. Collective."""
@@ -173,15 +164,7 @@ class Feed:
             pool.close()
 
     def _make_plan(self, lengths: Lengths | None) -> BatchPlan | TokenPlan:
-        return make_plan(self._job, self._parts, lengths, self._rank, self._ranks, self.samples)
-
-    def _load(
-        self, which: Split, make: Callable[[], Pool], plan: Iterator[Planned], split: Callable[[Batch], Batch]
-    ) -> Loader:
-        """Workers live from the first loader of their data to the end of the run: to start them takes seconds."""
-        if which not in self._pools:
-            self._pools[which] = make()
-        return make_loader(self._pools[which], plan, split, self._job, self._parts, self._device)
+        return make_plan(self._job, self._parts, lengths, self._rank, self._ranks, self.data.samples)
 
 
 def make_loader(

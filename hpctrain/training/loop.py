@@ -21,7 +21,6 @@ from hpctrain.training.step import (
     end_if_asked,
     figures_of_update,
     moment,
-    show_model,
     start_hooks,
 )
 
@@ -140,7 +139,7 @@ def evaluation_is_due(session: Session) -> bool:
     table, progress = session.job.evaluation, session.progress
     due = bool(table.every_steps) and progress.step % table.every_steps == 0
     due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
-    return table.enabled and session.feed.validates and due
+    return table.enabled and session.feed.data.validation is not None and due
 
 
 def evaluate_if_due(session: Session, ask: Ask) -> int:
@@ -149,7 +148,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         return 0
     progress = session.progress
     session.model.consolidate()
-    show_model(session, "hpctrain_evaluation_start", step=progress.step)
+    session.hooks.call("hpctrain_evaluation_start", model=session.model, step=progress.step)
     asking = Asking(ask, partial(session.hooks.position.move, "evaluation"))
     with (
         session.deadline.aside(),
@@ -157,7 +156,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         session.memory_explained(f"in the evaluation of step {progress.step}"),
     ):
         found = evaluate(session.model, session.parts, session.feed.validation_loader(), asking)
-    show_model(session, "hpctrain_evaluation_end", step=progress.step)
+    session.hooks.call("hpctrain_evaluation_end", model=session.model, step=progress.step)
     if found is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")
         return asking.level
@@ -167,6 +166,8 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
     counts = session.parts.model.counts
     measured = {f"evaluation_{name}": value for name, value in metrics.items()}
     row = {**moment(session), **measured, f"evaluation_{counts}": count}
-    show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
+    session.hooks.call(
+        "hpctrain_evaluation", model=session.model, step=progress.step, metrics=row, control=session.control
+    )
     session.report.row(row, progress.steps, counts)
     return strongest(ask)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.devices import to_device
+from hpctrain.contracts.dataset import Samples
 from hpctrain.contracts.model import Batch, PaddedModel, map_tensors
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import Precision
@@ -68,7 +69,9 @@ def try_packing(session: Session) -> None:
 def _rows(session: Session) -> tuple[Batch, Batch, Batch] | None:
     """A sample behind two others of one shape, which have no label, and alone in a row. Of the shortest ones that are long enough;
     None where no two share a row, or none has a label."""
-    samples, lengths = session.feed.first_samples(_LOOKED_AT)
+    samples, lengths = session.feed.data.training, session.feed.data.lengths
+    assert isinstance(samples, Samples) and lengths is not None  # as batches by tokens need them
+    lengths = lengths[:_LOOKED_AT]
     packing, spec = make_collation(session.job, session.parts, samples), session.model.spec
     assert isinstance(packing, Packing)
     order = np.argsort(np.where(lengths < _LONG, lengths.max() + _LONG - lengths, lengths), kind="stable").tolist()

@@ -112,10 +112,10 @@ def _begin_anew(session: Session) -> None:
 
 def _go_on(session: Session, restored: Restored, pieces: list[Piece], states: Sequence[PluginState]) -> None:
     values, feed, progress = _checked_values(restored), session.feed, session.progress
-    if values.fingerprint != feed.fingerprint:
+    if values.fingerprint != feed.data.fingerprint:
         raise CheckpointError(
             f"{restored.path} was trained on other data (dataset fingerprint {shown(values.fingerprint)}, found "
-            f"{feed.fingerprint}); restore the data, or start anew in another output_dir"
+            f"{feed.data.fingerprint}); restore the data, or start anew in another output_dir"
         )
     before = values.samples_seen if values.samples_before is None else values.samples_before
     progress.resume(restored.step, values.samples_seen, before, math.nan if values.loss is None else values.loss)

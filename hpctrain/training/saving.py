@@ -122,7 +122,7 @@ def _values(session: Session, states: Sequence[PluginState]) -> dict[str, Any]:
         "samples_before": progress.samples_before,
         "steps": progress.steps,
         "loss": progress.loss if math.isfinite(progress.loss) else None,  # JSON has no nan
-        "fingerprint": session.feed.fingerprint,
+        "fingerprint": session.feed.data.fingerprint,
         "job": session.job.job.name,
         "layout": session.layout.axes,
     }

@@ -135,7 +135,7 @@ class Steps:
         if sets_rate:
             model.set_learning_rate(*session.schedule_place(model))
         lr = float(model.optimizer.param_groups[0]["lr"])
-        taken = math.isfinite(figures.norm) and (verdict is None or verdict.updates)
+        taken = math.isfinite(figures.norm) and (verdict is None or verdict.action == "warn")
         with session.hooks.phase("optimizer", step):
             if taken:
                 model.update(step, gradients, figures.norm if clips else 0.0)
@@ -165,7 +165,9 @@ class Steps:
         if taken:
             raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name")
         self.row |= logged
-        show_model(session, "hpctrain_step_end", step=progress.step, metrics=self.row, control=session.control)
+        session.hooks.call(
+            "hpctrain_step_end", model=session.model, step=progress.step, metrics=self.row, control=session.control
+        )
         session.hooks.step_done()
         if any(one.request for one in ranks):
             take_request(session)
@@ -240,7 +242,9 @@ class Steps:
         if verdict.cause == "non_finite" and self._loader is not None:
             from hpctrain.training.guard.first_nonfinite import nonfinite_samples
 
-            samples = nonfinite_samples(self._micro_batches, self._loader.indices, session.feed.sample_kind)
+            samples = nonfinite_samples(
+                self._micro_batches, self._loader.indices, "item" if session.feed.is_stream else "sample"
+            )
         why = "; ".join([verdict.said, *([samples] if samples else [])])
         if verdict.cause == "non_finite":
             from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
@@ -266,17 +270,12 @@ def start_hooks(session: Session) -> None:
         "job": session.job, "identity": session.identity, "control": session.control, "membership": session.hooks,
         "step": session.progress.step,
     }  # fmt: skip
-    together(world_group(), lambda: show_model(session, "hpctrain_job_start", **start))
+    together(world_group(), lambda: session.hooks.call("hpctrain_job_start", model=session.model, **start))
 
 
 def end_hooks(session: Session, result: dict[str, Any]) -> None:
     """Tell the hooks that the training is over; they may change its result. Collective."""
     together(world_group(), lambda: session.hooks.call("hpctrain_job_end", result=result))
-
-
-def show_model(session: Session, hook: str, **arguments: Any) -> None:
-    """Call a hook that gets the model."""
-    session.hooks.call(hook, model=session.model, **arguments)
 
 
 def moment(session: Session) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def test_one_rank_encodes_and_later_starts_encode_nothing(
     fingerprints = set()
     for _ in range(2):
         with session_of(tables) as session:
-            fingerprints.add(session.feed.fingerprint)
-            assert session.feed.samples == (40 * 200 * 95 // 100 - 1) // 8
+            fingerprints.add(session.feed.data.fingerprint)
+            assert session.feed.data.samples == (40 * 200 * 95 // 100 - 1) // 8
         assert encoded_texts() == [40] + [0] * (world.size - 1)
     assert len(fingerprints) == 1 and len(list((root / "cache" / "tokens").iterdir())) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -40,11 +40,6 @@ class Verdict:
     said: str
     exhausted: bool = False
     """Whether the job stops because too many steps in a row were left out."""
-
-    @property
-    def updates(self) -> bool:
-        """Whether the step's update is made."""
-        return self.action == "warn"
 
 
 def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
@@ -81,8 +76,11 @@ class Guard:
         """The verdict on a step; None for an ordinary one, and for one that only the loss scaler leaves out."""
         verdict = self._judge(figures)
         if verdict is not None and verdict.action == "skip":
-            return self._left_out(verdict)
-        if not figures.overflow and (verdict is None or verdict.updates):
+            if self._in_row == self._table.limit:
+                return replace(verdict, action="stop", exhausted=True)
+            self._in_row += 1
+            self.skipped += 1
+        elif not figures.overflow and (verdict is None or verdict.action == "warn"):
             self._in_row = 0
             self._losses.append(figures.loss)  # a step that is left out must not raise the median
         return verdict
@@ -101,13 +99,6 @@ class Guard:
             return None
         said = f"loss {loss:.4g} is above {spike.factor:g} x {middle:.4g}, the median of the last {spike.window} steps"
         return Verdict("loss_spike", spike.action, figures, said)
-
-    def _left_out(self, verdict: Verdict) -> Verdict:
-        if self._in_row == self._table.limit:
-            return Verdict(verdict.cause, "stop", verdict.figures, verdict.said, exhausted=True)
-        self._in_row += 1
-        self.skipped += 1
-        return verdict
 
     def counted(self) -> str:
         """How many steps were left out, for the screen."""

@@ -142,7 +142,7 @@ def _session(
         session = Session(
             job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
             store=open_store(job, parts, _CPU), replicas=[],
-            deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, 3)),
+            deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.data.steps, 3)),
             meters=Meters(_CPU, parts.precision, [], {}, copies=1, countable=False),
         )  # fmt: skip
     stack.callback(session.close)
