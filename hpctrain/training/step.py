@@ -3,12 +3,10 @@ exchanged, judged, updated, written and asked in each of them is here once."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from hpctrain.training.restoring import roll_back
 from hpctrain.training.saving import finish_saving
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
-
-LOG = logging.getLogger("hpctrain")
 
 # what rank 0 measures of itself and adds to the row of metrics.jsonl
 _OF_RANK_0 = ("goodput", "drain_seconds", "exposed_seconds", "hidden_seconds", "bytes_per_second")
@@ -202,7 +198,7 @@ class Steps:
             f"{counts}_per_second_per_rank": count / seconds / len(ranks),
             "rank_loss": {"rank_min": min(means), "rank_max": max(means)} if len(means) > 1 else None,
             "loss_scale": None if type(model.scaler) is LossScaler else model.scaler.scale,
-            **session.meters.row(ranks, seconds, partial(LOG.warning, "%s")),
+            **session.meters.row(ranks, seconds),
             **of_runner,
             "skipped": None if all(one.taken for one in (update, *others.values())) else True,
             **model.guard.metrics(update.verdict),

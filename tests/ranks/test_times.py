@@ -109,10 +109,7 @@ def test_the_times_add_up(root, layout: dict[str, Any]) -> None:
 @pytest.mark.cases(thorough=["save"], rest="nightly")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cause", ["data", "compute", "save"])
-def test_a_slow_rank_is_named(
-    root, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stragglers, "_COSTLY", 2 * NAP)
+def test_a_slow_rank_is_named(root, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stragglers, "_SPAN", 4 * NAP)
     tables = job(job={"output_dir": str(root), "steps": 14}, checkpoint={"every_steps": 4})
     changes = {"data": slow_data, "save": slow_save}
@@ -123,9 +120,6 @@ def test_a_slow_rank_is_named(
     worst = max(told, key=lambda one: one["excess_seconds"])  # a busy machine may slow another one
     assert (worst["rank"], worst["cause"]) == (dist.get_world_size() - 1, cause), told
     assert 0.3 * NAP < worst["excess_seconds"] < 30 * NAP
-    of_it = f"rank {worst['rank']} on {worst['node']} is slow: its {cause} "
-    said = [record for record in caplog.records if record.getMessage().startswith(of_it)]
-    assert len(said) == 1, "a warning that doesn't repeat"
 
 
 BURNER = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"

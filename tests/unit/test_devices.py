@@ -23,7 +23,7 @@ from hpctrain.base import devices
 from hpctrain.contracts import plugin
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
-from hpctrain.training.meters.memory import memory_since
+from hpctrain.training.meters.memory import memory_of
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
@@ -151,7 +151,9 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
     assert devices.device_of_rank(1) == XPU and devices.is_accelerator(XPU)
     devices.use_device(XPU)
     assert machine.current == {threading.get_ident(): XPU}
-    assert memory_since(XPU, 0)[:4] == [4097, 0, 8192, 0] and machine.peaks_reset == [XPU]
+    assert memory_of(XPU, 0)[:4] == [4097, 0, 8192, 0]
+    devices.begin_peak(XPU)
+    assert machine.peaks_reset == [XPU]
     begin, end = devices.mark(XPU), devices.mark(XPU)
     assert devices.seconds_between(begin, end) == 0.5
     with devices.forked_random_state(XPU):

@@ -169,9 +169,6 @@ def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
     one = found[-1]
     assert one is not None and (one.rank, one.node, one.cause) == (2, "b", cause)
     assert one.excess_seconds == pytest.approx(0.49 if part != "forward" else 0.5, abs=0.02)
-    said = [judge.news(one) for _ in range(60)]
-    assert [place for place, text in enumerate(said) if text] == [round(10 / one.excess_seconds + 0.49) - 1]
-    assert f"rank 2 on b is slow: its {cause} takes" in "".join(filter(None, said))
 
 
 def test_noise_names_nobody() -> None:

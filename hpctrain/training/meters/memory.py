@@ -10,7 +10,7 @@ from functools import cache
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from hpctrain.base.devices import accelerator, begin_peak, is_accelerator, memory_on
+from hpctrain.base.devices import accelerator, is_accelerator, memory_on
 
 KINDS = ("memory", "allocated", "reserved", "fragmented", "host")
 """Keys of a row without `_bytes`; the first one is the peak."""
@@ -30,13 +30,6 @@ def memory_of(device: torch.device, resident: int) -> list[int]:
         return [*memory_on(device), resident]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [peak if sys.platform == "darwin" else peak * 1024, 0, 0, 0, resident]
-
-
-def memory_since(device: torch.device, resident: int) -> list[int]:
-    """The same, where an accelerator's peak is that since the last call."""
-    found = memory_of(device, resident)
-    begin_peak(device)
-    return found
 
 
 def memory(device: torch.device | str | None = None) -> dict[str, int]:

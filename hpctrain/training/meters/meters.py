@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.accounting import OperationStatistics, statistics
-from hpctrain.base.devices import device_name, is_accelerator
+from hpctrain.base.devices import begin_peak, device_name, is_accelerator
 from hpctrain.base.flops import CountedFlops
 from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.figures import RankFigures
 from hpctrain.training.meters.clock import PARTS, Clock
-from hpctrain.training.meters.memory import KINDS, memory_since, resident_bytes
+from hpctrain.training.meters.memory import KINDS, memory_of, resident_bytes
 
 if TYPE_CHECKING:
     from hpctrain.training.meters.stragglers import Stragglers
@@ -65,18 +65,16 @@ class Meters:
         operations = self.flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
             self._resident, self._looked = resident_bytes(), time.monotonic()
-        memory = memory_since(self._device, self._resident)
+        memory = memory_of(self._device, self._resident)
+        begin_peak(self._device)  # a row has the peak since the one before
         return {"times": times, "own_times": own_times, "operations": operations, "memory": memory}
 
-    def row(self, ranks: Sequence[RankFigures[float]], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
-        """The measurements of a step that took so many seconds, by their keys, None where there is no value. tell: is given a
-        sentence about a slow rank, once."""
+    def row(self, ranks: Sequence[RankFigures[float]], seconds: float) -> dict[str, Any]:
+        """The measurements of a step that took so many seconds, by their keys, None where there is no value."""
         times = [one.times for one in ranks]
         slow = None
         if self._stragglers is not None:
             slow = self._stragglers.see([one.own_times for one in ranks], times, seconds)
-            if slow is not None and (news := self._stragglers.news(slow)) is not None:
-                tell(news)
         flops = sum(one.operations for one in ranks) / seconds
         return {
             "seconds": dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
@@ -23,8 +23,6 @@ _STEPS, _SPAN = 5, 5.0
 _LEAST = 0.8
 # the excess from which on a rank is slow: of the step, in seconds, and in seconds of a save, which is judged by itself
 _SHARE, _SECONDS, _OF_SAVE = 0.1, 0.01, 0.2
-# seconds that a slow rank has cost all others when a warning tells of it
-_COSTLY = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,25 +63,12 @@ class Stragglers:
         """nodes: of each rank."""
         self._nodes = nodes
         self._stretches = {cause: _Stretch() for cause in _CAUSES if cause != _SAVE}
-        self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
     def see(self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
-        """The slow rank, if there is one. own, parts: of MeterFigures, each rank's. seconds: of the step."""
-        found = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]
-        return max((one for one in found if one is not None), key=lambda one: one.excess_seconds, default=None)
-
-    def news(self, found: Straggler) -> str | None:
-        """A sentence, once a rank that was found in a step has cost enough; None before and afterwards."""
-        key = found.rank, found.cause
-        before = self._cost[key]
-        self._cost[key] += found.excess_seconds
-        if before >= _COSTLY or self._cost[key] < _COSTLY:
-            return None
-        return (
-            f"rank {found.rank} on {found.node} is slow: its {found.cause} takes {found.excess_seconds:.3g} s longer a step than "
-            f"that of others, which have waited {self._cost[key]:.0f} s for it"
-        )
+        """The slow rank, if there is one. own, parts: each rank's. seconds: of the step."""
+        slow = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]
+        return max((one for one in slow if one is not None), key=lambda one: one.excess_seconds, default=None)
 
     def _slow(
         self, cause: str, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float
