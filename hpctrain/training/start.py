@@ -52,8 +52,8 @@ _COMPILATION = 3600.0
 class Start:
     """A job on its way to the training on this rank: each step of TRAINING sets what later ones need, `undo` leaves it in reverse.
 
-    read: gives the job, on rank 0. resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). queries: of
-    other terminals. alarmed: a context for work that communicates. exit_code: when all is done.
+    read: gives the job, on rank 0. resume: "auto", "never" or a checkpoint. begin: of the run, on time.monotonic(). cores: of this
+    rank, in words. queries: of other terminals. alarmed: a context for work that communicates. exit_code: when all is done.
     """
 
     identity: Identity
@@ -68,6 +68,7 @@ class Start:
     checked: CheckedJob = field(init=False)
     device: torch.device = field(init=False)
     hooks: LifeCycle = field(init=False)
+    cores: str = ""
     queries: Queries | None = None
     alarmed: Callable[[], AbstractContextManager[None]] = nullcontext
     cancel_mark: int | None = None
@@ -171,9 +172,7 @@ def communicate(start: Start) -> None:
     start.checked = replace(start.checked, parts=replace(parts, communicator=agreed.communicator))
     start.device = take_device(world, agreed.communicator, agreed.accelerator)
     # before there are threads that compute
-    cores = undo.enter_context(bound(world, job.job.cpu_bind)).sentence
-    if cores:
-        start.say("cores", cores)
+    start.cores = undo.enter_context(bound(world, job.job.cpu_bind)).sentence
     patience = job.communicator.timeout_seconds  # after the first step, the watchdog's is shorter
     if job.compile.enabled and "timeout_seconds" not in job.communicator.model_fields_set:
         patience = max(patience, _COMPILATION)
@@ -189,6 +188,8 @@ def communicate(start: Start) -> None:
 def watch(start: Start) -> None:
     """Tell and note the start, and watch the ranks from now on."""
     job, world = start.checked.job, start.world
+    if start.cores:
+        start.say("cores", start.cores)
     since = time.time() - (time.monotonic() - start.begin)
     hosts = gather_values(world.identity.node)  # the first collective: a group that doesn't connect fails here
     sources = start.checked.registry.sources
