@@ -103,7 +103,7 @@ def _begin_anew(session: Session) -> None:
         from hpctrain.checkpoint.weights import OtherModelError
 
         try:
-            remarks = model.load(table.weights, world_group(), strict=table.weights_strict)
+            remarks = model.load(table.weights, strict=table.weights_strict)
         except OtherModelError as error:
             raise CheckpointError(f"{error}; [model] weights_strict = false takes those that fit") from error
         for remark in remarks:

@@ -34,7 +34,7 @@ from hpctrain.model.gradients import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import EACH_WHOLE, build_optimizer, has_modes, parameter_groups
 from hpctrain.model.trials import Build, refuse_hidden_state, updates_parts_alike
-from hpctrain.ranks.json_collectives import gather_values, share, sum_of
+from hpctrain.ranks.json_collectives import gather_values, share, sum_of, world_group
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.registry.user_code.reference import is_reference
 from hpctrain.training.figures import NamedLosses
@@ -192,12 +192,11 @@ class TrainedModel:
                 "parallelism, or make it a MatrixOptimizer"
             )
 
-    def load(
-        self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
-    ) -> list[str]:
+    def load(self, weights: Path, kept_by: str | None = None, strict: bool = True) -> list[str]:
         """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
         from hpctrain.checkpoint.weights import load_weights  # few jobs take any
 
+        group = world_group()
         share(group, lambda: refuse_other_source(weights, self.parts.formats, self.source()))
         pieces = model_pieces(self.module, self.pieces, self.shapes, self.given)
         told = load_weights(weights, self.parts.formats, pieces, group, self.tied, kept_by, strict)

@@ -15,7 +15,6 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import make_plan, open_split
 from hpctrain.data.shapes import ranks_of_a_sample
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.ranks.json_collectives import world_group
 from hpctrain.ranks.meeting import World
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.evaluation import evaluate
@@ -47,7 +46,7 @@ def answer(
     if question.out is not None:
         refuse_outputs(parts, lengths is not None, isinstance(samples, Stream))
     model = TrainedModel(job, parts, meshes, device, hooks)
-    model.load(question.weights, world_group(), question.kept_by)
+    model.load(question.weights, question.kept_by)
     plan = make_plan(job, parts, lengths, meshes.data_rank, layout.data_ranks)
     pool = make_pool(job, parts, samples)
     loader = make_loader(pool, evaluation_plan(plan, samples), model.split, job, parts, device)

@@ -21,7 +21,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.ranks.json_collectives import gather_values, world_group
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.meeting import World
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.trained_model import TrainedModel
@@ -59,7 +59,7 @@ def sample(
     meshes = build_meshes(layout_of(job, parts, world.identity.size), device)
     dataset = text_dataset(parts)
     model = TrainedModel(job, parts, meshes, device, hooks)
-    model.load(checkpoint, world_group(), kept_by)
+    model.load(checkpoint, kept_by)
     return {"text": continue_text(model, dataset, _length(job, parts), prompt, device, say)}
 
 
