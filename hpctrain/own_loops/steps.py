@@ -142,9 +142,7 @@ class OwnSteps(Steps):
         self._logged.clear()
         # the ranks compare a checksum of the names: numbers of other names would be added
         detail, done, is_first = zlib.crc32(json.dumps(list(logged)).encode()), progress.step + 1, self.is_first
-        mine = replace(
-            self.figures(done, has_known_forwards=False), saves=float(self.saves), named=list(logged.values())
-        )
+        mine = self.figures(done, has_known_forwards=False, saves=float(self.saves), named=list(logged.values()))
         ranks = mine.exchanged(partial(self._agreement.on, END_OF_STEP, progress.step, detail=detail))
         self.compare_replicas(done, ranks)
         updates = {name: trained.update for name, trained in self._trained.items() if trained.update is not None}
@@ -153,7 +151,7 @@ class OwnSteps(Steps):
         for model in session.models:
             model.sharded.adopt()  # a save below reads the pieces
         first = next(iter(self._trained))
-        self._newest = updates.get(first, replace(self._newest, verdict=None, taken=True))
+        self._newest = updates[first] if first in updates else replace(self._newest, verdict=None, taken=True)
         means = {name: sum(rank.named[place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         level = self.end(
             ranks, self._newest, int(sum(rank.terms for rank in ranks)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -88,7 +88,7 @@ class RankFigures(Generic[T]):
         for name, value in vars(self).items():
             is_sequence = isinstance(value, (list, tuple))
             read[name] = list(islice(numbers, len(value))) if is_sequence else next(numbers)
-        return replace(self, **read)  # type: ignore[return-value]  # their numbers are floats now
+        return RankFigures(**read)
 
 
 def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:

@@ -97,9 +97,9 @@ class Steps:
                 self._micro_batches, self._samples_seen = self._loader.step()
         return self._micro_batches
 
-    def figures(self, trained: int, has_known_forwards: bool = True) -> RankFigures[Figure]:
-        """This rank's figures that every step exchanges. trained: steps that the parameters have had. has_known_forwards: one of
-        each micro batch."""
+    def figures(self, trained: int, has_known_forwards: bool = True, **further: Any) -> RankFigures[Figure]:
+        """This rank's figures that every step exchanges, and further ones. trained: steps that the parameters have had.
+        has_known_forwards: one of each micro batch."""
         session = self.session
         return RankFigures(
             terms=session.model.loss_share * sum(micro.terms for micro in self._micro_batches),
@@ -107,6 +107,7 @@ class Steps:
             request=float(session.queries is not None and session.queries.has_request),
             replicas=[one.glance(trained) for one in session.replicas],
             **session.meters.figures(self._micro_batches, has_known_forwards),
+            **further,
         )
 
     def compare_replicas(self, trained: int, ranks: Sequence[RankFigures[float]]) -> None:
