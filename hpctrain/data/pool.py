@@ -107,7 +107,7 @@ class Pool:
             for loaded in self._started(plan) if self._workers else map(self._here.__getitem__, plan):
                 if loaded is None:  # the end of a stream
                     return
-                yield replace(loaded, seconds=loaded.seconds / max(1, self._workers))
+                yield loaded if self._workers < 2 else replace(loaded, seconds=loaded.seconds / self._workers)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
