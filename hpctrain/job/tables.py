@@ -249,7 +249,7 @@ KeepBest = Annotated[
 
 
 class CheckpointTable(SlotTable):
-    """[checkpoint]"""
+    """[checkpoint]: the core's keys; others are the format's options."""
 
     format: str = "hdf5"
     """A checkpoint format plugin."""

@@ -82,7 +82,8 @@ class GradientReducer:
         return self._lossy is not None and self.step < self._lossy.options.start_step
 
     def run(self, job: Finish) -> Finish:
-        """Run `job` after those before it, beside backward, so that the collectives of one stay together; the result waits for it.
+        """Run `job` in submission order, overlapping backward, so that the collectives of one stay together; the
+        result waits for it.
 
         Those of CPU tensors hold the thread that calls them, so it is one of its own; on an accelerator they hold the stream.
         """

@@ -35,8 +35,10 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     keep = table.keep_best
     best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
     retention = Retention(table.keep, table.keep_every, best)
-    directory = job.output_dir.absolute() / CHECKPOINTS
-    return CheckpointStore(directory, parts.checkpoint, parts.formats, world, retention, behind, device)
+    return CheckpointStore(
+        job.output_dir.absolute() / CHECKPOINTS, parts.checkpoint, parts.formats, group=world, retention=retention,
+        background_group=behind, device=device,
+    )  # fmt: skip
 
 
 def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> bool:

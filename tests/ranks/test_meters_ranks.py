@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from hpctrain_plugins.model.gpt import GPT
+from sources import keys_of_metrics_page
 from torch.profiler import ProfilerActivity, profile
 from training import job, nightly, own_device, session_of, train_here
 
@@ -113,3 +114,12 @@ def test_exposed_and_hidden_seconds_are_those_of_the_backend(root: Path) -> None
             < exposed
             <= after.total.blocked_seconds - begin.total.blocked_seconds
         )
+
+
+@pytest.mark.ranks(2)
+def test_the_page_of_metrics_has_each_key_of_several_ranks(root: Path) -> None:
+    train_here(job(job={"output_dir": str(root), "steps": 3}))
+    if dist.get_rank() == 0:
+        rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        keys = {key for row in rows for key in row}
+        assert "rank_loss" in keys and not keys - keys_of_metrics_page(), keys

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as typed values. The file may be another person's: what has not the right type counts as absent."""
+"""Rows of metrics.jsonl as typed values. The file may be another person's: values of the wrong type count as absent."""
 
 from __future__ import annotations
 
