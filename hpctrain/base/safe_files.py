@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -93,8 +94,11 @@ def closed_directory(name: str = "", within: Path | None = None) -> Path:
 @contextmanager
 def scratch_directory(name: str = "", within: Path | None = None) -> Iterator[Path]:
     """`closed_directory`, removed when the block ends."""
-    with tempfile.TemporaryDirectory(prefix=f"hpctrain-{name}", dir=within, ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
+    directory = closed_directory(name, within)  # not TemporaryDirectory, which a forked rank would remove at its end
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def own_directory(path: Path, exist_ok: bool = True) -> Path:
