@@ -151,15 +151,9 @@ def _unused(name: str, reports: Sequence[RankReport], reasons: Mapping[str, str]
     if first is None:
         return ""
     cards = len({card for report in reports if report.machine == first.machine for card in report.cards})
-    what = f"{cards} x {first.kind}" if cards else first.trouble
-    if not cards:
-        why, advice = "", "hpctrain doctor says more"
-    elif reasons:
-        why, advice = f": {'; '.join(reasons.values())}", "start one rank for each accelerator of a node"
-    else:
-        why, advice = f": [communicator] name = {name!r} is for CPUs", "leave it out"
+    what = f"{cards} x {first.kind}: {'; '.join(reasons.values()) or f'{name} is for CPUs'}" if cards else first.trouble
     keys = '[communicator] device = "accelerator" refuses instead, "cpu" says nothing'
-    return f"node {first.node} has {what}, and the ranks compute on CPUs{why}; {advice} ({keys})"
+    return f"the ranks compute on CPUs, and node {first.node} has {what} ({keys})"
 
 
 def _of_ranks(why: Mapping[int, str], reports: Sequence[RankReport]) -> str:

@@ -66,7 +66,7 @@ ON_CPUS: dict[str, tuple[list[RankReport], str]] = {
     "nobody has a card": (ranks("n", "", ""), ""),
     "README's first command on a workstation": (
         ranks("n", "a", "a"),
-        "node n has 1 x H100, and the ranks compute on CPUs: node n has 2 ranks and 1 accelerator that they see; start one rank",
+        "the ranks compute on CPUs, and node n has 1 x H100: node n has 2 ranks and 1 accelerator that they see (",
     ),
     "two slices of one card (MIG has its address)": (
         [*ranks("n", "a"), *ranks("n", "a")], "node n has 2 ranks and 1 accelerator that they see",
@@ -77,12 +77,12 @@ ON_CPUS: dict[str, tuple[list[RankReport], str]] = {
     ),
     "a broken driver on one node": (
         ranks("n", "ab", "ab") + ranks("m", "", "", trouble="an NVIDIA GPU that this torch can't use"),
-        f"node n has 2 x H100, and the ranks compute on CPUs: ranks 2-3 on m: {NONE}; start",
+        f"the ranks compute on CPUs, and node n has 2 x H100: ranks 2-3 on m: {NONE} (",
     ),
     "a rank that is shown none": (ranks("n", "ab", ""), f"rank 1 on n: {NONE}"),
     "a torch for CPUs on a node with cards": (
         ranks("n", "", "", trouble="an NVIDIA GPU that this torch can't use (it has no CUDA)"),
-        "node n has an NVIDIA GPU that this torch can't use (it has no CUDA), and the ranks compute on CPUs; hpctrain doctor",
+        "the ranks compute on CPUs, and node n has an NVIDIA GPU that this torch can't use (it has no CUDA) (",
     ),
     "a torch without the vendor's library": (
         ranks("n", "ab", "ab", lacks={"accelerator": "this torch was built without nccl"}),
@@ -144,7 +144,7 @@ def test_what_is_asked_for_and_can_not_be_had_is_refused(
 def test_a_communicator_for_cpus_warns_of_cards_and_device_picks_among_candidates() -> None:
     two = ranks("n", "ab", "ab")
     chosen, _, remark = decide("gloo", AUTO[2:], two, "auto")
-    assert chosen.name == "gloo" and "[communicator] name = 'gloo' is for CPUs; leave it out" in remark
+    assert chosen.name == "gloo" and "2 x H100: gloo is for CPUs (" in remark
     assert decide("auto", AUTO, two, "cpu")[0].name == "mpi"
     assert decide("auto", AUTO[::-1], two, "accelerator")[0].name == "accelerator"
 
