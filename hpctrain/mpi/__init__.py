@@ -122,9 +122,11 @@ def create_group(options: Any, settings: Settings | None = None) -> dist.Process
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    from hpctrain.mpi.rendezvous import rendezvous
+    """The store, the rank and the world size, for torch.distributed's mpi://. Collective; raises the errors of `open_over_mpi`."""
+    from hpctrain.mpi.rendezvous import open_over_mpi
 
-    return rendezvous(timeout)
+    yield open_over_mpi(timeout), world().rank, world().size
+    raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
 
 
 dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])

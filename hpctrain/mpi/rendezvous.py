@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,18 +22,8 @@ from hpctrain.mpi.library import MPI
 _CONNECT = timedelta(seconds=60)  # for all addresses together
 
 
-def rendezvous(timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[GuardedStore, int, int]]:
-    """The handler that torch.distributed calls for mpi://. Yields the store, the rank and the world size. Collective.
-
-    Raises EnvironmentUnfitError on all ranks if one cannot reach the store.
-    """
-    comm = MPI.COMM_WORLD
-    yield open_over_mpi(timeout), comm.rank, comm.size
-    raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
-
-
 def open_over_mpi(timeout: timedelta) -> GuardedStore:
-    """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
+    """A new store of all ranks of MPI's world. Collective. EnvironmentUnfitError on all ranks if one cannot reach the store."""
     comm = MPI.COMM_WORLD
     leaving.install()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -24,11 +24,7 @@ from hpctrain.mpi.transfer.watch import OperationWatch, Presence
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
-    """The group that torch's `_DistributedBackendOptions` describe.
-
-    Raises EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a
-    member does not call this in time.
-    """
+    """The group that torch's `_DistributedBackendOptions` describe, for `hpctrain.mpi.create_group`."""
     everyone = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks) >= everyone.size or ranks[options.group_rank] != everyone.rank:

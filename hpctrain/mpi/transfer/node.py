@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.transfer import segment
-from hpctrain.mpi.transfer.peers import Peers
+from hpctrain.mpi.transfer.peers import Peers, shared_memory
 from hpctrain.mpi.transfer.watch import OperationWatch
 
 OUTBOX = 16 * 2**20
@@ -50,12 +49,12 @@ class NodeMemory:
     @staticmethod
     def create(comm: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
         """The node of ranks that can share memory according to MPI; None if they cannot after all. Collective."""
-        parts = segment.create(comm, _LINE + 2 * OUTBOX)
+        parts = shared_memory(comm, _LINE + 2 * OUTBOX)
         return None if parts is None else NodeMemory(comm, parts, Peers.create(comm), watch)
 
     def allocate(self, nbytes: int) -> Tensor | None:
         """Zeros that the others can read in place, (nbytes,) uint8, the same size on each rank. Collective."""
-        parts = segment.create(self.comm, nbytes)
+        parts = shared_memory(self.comm, nbytes)
         if parts is None:
             return None
         self._allocated.append(parts)

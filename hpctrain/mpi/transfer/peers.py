@@ -1,6 +1,7 @@
-"""Reads the memory of other processes on the node directly: one copy, and the owner need not act.
+"""The memory of the node's other processes: what all of them share, and their own, read directly: one copy, and the owner need not
+act.
 
-Linux allows it (process_vm_readv(2)) between processes of one user, unless a security module (Yama's ptrace_scope), a
+Linux allows that (process_vm_readv(2)) between processes of one user, unless a security module (Yama's ptrace_scope), a
 container's filter or different process numbers prevent it. So it is tried once before use.
 """
 
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import secrets
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.all_ranks import gather_json
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
 
@@ -75,3 +78,48 @@ class Peers:
         except CommunicationError:
             return False
         return found.tolist() == wanted
+
+
+def shared_memory(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
+    """Zeros that all ranks of `comm` share, (nbytes,) uint8 for each of them; None if that is not possible.
+
+    Collective; `nbytes` is equal on all ranks. The memory lives as long as one of the tensors on any rank.
+
+    It is an anonymous file (memfd_create), not an MPI window or a file in /dev/shm, for three reasons. Many containers limit
+    /dev/shm to 64 MB, and one page too many is a SIGBUS. The MPI library need not support it. And it is gone with the last rank.
+    """
+    whole = nbytes * comm.size
+    descriptor, found = None, None
+    if comm.rank == 0:
+        token = secrets.token_bytes(16)
+        descriptor = _anonymous_file(whole + len(token), token)
+        found = (os.getpid(), descriptor, token.hex())
+    process, descriptor_there, token_there = broadcast_json(comm, found)
+    memory = _opened(process, descriptor_there, bytes.fromhex(token_there), whole)
+    everybody = all(gather_json(comm, memory is not None))
+    if descriptor is not None:
+        os.close(descriptor)
+    if memory is None or not everybody:
+        return None
+    # one storage per rank: memory accounting of a rank must not count the others' parts
+    return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=r * nbytes) for r in range(comm.size)]
+
+
+def _anonymous_file(size: int, token: bytes) -> int | None:
+    """The descriptor of a file of `size` bytes that ends with `token`."""
+    if not hasattr(os, "memfd_create"):
+        return None  # not Linux
+    try:
+        descriptor = os.memfd_create("hpctrain")
+        os.pwrite(descriptor, token, size - len(token))
+    except OSError:
+        return None
+    return descriptor
+
+
+def _opened(process: int, descriptor: int | None, token: bytes, nbytes: int) -> mmap.mmap | None:
+    """The mapped file; None if it is out of reach: a container with its own process numbers finds another file or none."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
+        memory = mmap.mmap(file.fileno(), nbytes + len(token))
+        return memory if memory[nbytes:] == token else None
+    return None
