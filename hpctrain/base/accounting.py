@@ -47,18 +47,15 @@ def _sum(parts: Iterable[OperationStatistics]) -> OperationStatistics:
     return OperationStatistics(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
-class _Waited(threading.local):
-    seconds = 0.0
-
-
-_WAITED = _Waited()
+_waits = threading.local()
 _lock = threading.Lock()
 _totals: dict[tuple[str, str], list[float]] = {}  # calls, bytes, seconds and blocked seconds by group and operation
 
 
 def waited() -> float:
     """The seconds that this thread has waited so far."""
-    return _WAITED.seconds
+    seconds: float = getattr(_waits, "seconds", 0.0)
+    return seconds
 
 
 def record(group: str, name: str, nbytes: int, seconds: float) -> None:
@@ -75,7 +72,7 @@ def record_wait(group: str, operation: str, seconds: float) -> None:
 
     It is communication then, not computing, in the step's row. A communicator whose operations end on the CPU calls it.
     """
-    _WAITED.seconds += seconds
+    _waits.seconds = waited() + seconds
     with _lock:
         _totals.setdefault((group, operation), [0, 0, 0.0, 0.0])[3] += seconds
 

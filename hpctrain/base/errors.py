@@ -20,8 +20,6 @@ EXIT_CANCELLED = 143  # as a process that SIGTERM has ended
 
 def escaped(text: str) -> str:
     """`text` with terminal control characters escaped, except for newlines: another person's file may contain any."""
-    if text.isprintable():
-        return text
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
@@ -105,13 +103,9 @@ class ContractError(EnvironmentUnfitError):
 class TrainingError(HpctrainError):
     """Training itself failed: exit 4."""
 
-    exit_code = EXIT_TRAINING
-
 
 class WriteError(HpctrainError):
     """A command could not write its file, for instance on a full disk: exit 4."""
-
-    exit_code = EXIT_TRAINING
 
 
 class CheckpointError(HpctrainError):

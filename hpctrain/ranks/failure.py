@@ -82,7 +82,7 @@ def world_of_ranks(identity: Identity, channel: RankChannel, timeout: timedelta 
 def leave(world: World, error: BaseException) -> NoReturn:
     """End this process and the other ranks with the exit code of the first error on any rank, which its rank prints."""
     ignore_terminate()
-    code = _told_code(world, error)
+    code = _code_of_first(world, error)
     world.channel.report_exit(code)
     everybody = _all_leave(world)
     if not everybody:
@@ -90,7 +90,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
     end_now(world.identity, code, everybody)
 
 
-def _told_code(world: World, error: BaseException) -> int:
+def _code_of_first(world: World, error: BaseException) -> int:
     """The exit code of the first error on any rank, once this error's rank or that of the first one has printed it."""
     own = exit_code_of(error)
     if isinstance(error, PeerError):  # rank 0 prints, and all have its code

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import socket
-import stat
 import sys
 import threading
 import time
@@ -28,26 +27,19 @@ def end_process(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        connection = _pmi()
         mpi.Finalize()
-        if connection is not None and _pmi() == connection:
-            _finalize_pmi(connection[0])
+        _finalize_pmi()
     flush_output()
     os._exit(code)
 
 
-def _pmi() -> tuple[int, int] | None:
-    """The descriptor on which MPICH's mpiexec, or the starter, serves PMI-1, and its inode."""
-    number = pmi_descriptor()
-    with contextlib.suppress(OSError):
-        if number is not None and stat.S_ISSOCK((found := os.fstat(number)).st_mode):
-            return number, found.st_ino
-    return None
-
-
-def _finalize_pmi(descriptor: int) -> None:
-    """Say that this process ends well, as MPICH 5 does in a handler of exit(), which os._exit leaves out. Otherwise mpiexec would
-    kill the other ranks of the node."""
+def _finalize_pmi() -> None:
+    """Tell MPICH's mpiexec, or the starter, that this process ends well, as MPICH 5 does in a handler of exit(), which os._exit
+    leaves out. Otherwise mpiexec would kill the other ranks of the node."""
+    descriptor = pmi_descriptor()
+    if descriptor is None:
+        return
+    # OSError: another MPICH has closed it
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.settimeout(1.0)
         connection.sendall(b"cmd=finalize\n")

@@ -43,7 +43,6 @@ _PATIENCE = 300.0  # seconds for the answer to a request that does not wait for 
 _ATTEMPT = 2.0
 _ANOTHER = 60.0  # seconds for an additional connection of a rank that has joined
 _LONGEST_WAIT = 1e8  # seconds; the system counts nanoseconds in 64 bits
-_LONGEST_INTRODUCTION = 4096
 
 Address = tuple[str, int]
 FindSecret = Callable[[bytes], bytes | None]
@@ -83,8 +82,6 @@ class Connection:
         magic, theirs, length = GREETING_HEADER.unpack(self._read(GREETING_HEADER.size))
         if magic != MAGIC:
             raise ProtocolError("another program listens there")
-        if length > _LONGEST_INTRODUCTION:
-            raise ProtocolError("its introduction is too long")
         introduction = self._read(length)
         secret = find_secret(introduction)
         if secret is None:
