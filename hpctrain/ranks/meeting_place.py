@@ -6,6 +6,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -64,7 +65,13 @@ def open_or_join(place: MeetingPlace, identity: Identity, timeout: timedelta) ->
 
 def _open(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
     hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
-    sockets = _listen(place, hosts, identity)
+    for port in place.ports():
+        with suppress(OSError):  # taken
+            sockets = listeners(hosts, port)
+            break
+    else:
+        ports = ", ".join(map(str, place.ports()))
+        raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end the programs on them")
     credential = make_credential(place.token, place.secret_file)
     server = StoreServer(credential.secret, sockets, identity.size, credential.introduction)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
@@ -75,16 +82,6 @@ def _open(place: MeetingPlace, identity: Identity, timeout: timedelta) -> Guarde
     finally:
         credential.remove()
     return store
-
-
-def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:
-    for port in place.ports():
-        try:
-            return listeners(hosts, port)
-        except OSError:
-            continue  # taken
-    ports = ", ".join(map(str, place.ports()))
-    raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end the programs on them")
 
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:

@@ -42,7 +42,7 @@ class Labelled:
                 self._begun = False
             self._held = self._visible(self._held)
             if shown:
-                put(shown + self._bar, self.inner)
+                put(shown + (self.bar if self.label.startswith(CLEAR_LINE) else ""), self.inner)
         return len(text)
 
     def flush(self) -> None:
@@ -55,10 +55,6 @@ class Labelled:
     @property
     def _label(self) -> str:
         return "" if self._begun else self.label
-
-    @property
-    def _bar(self) -> str:
-        return self.bar if self.label.startswith(CLEAR_LINE) else ""
 
     def _visible(self, line: str) -> str:
         r"""The part that a terminal would show of a line that may have been overwritten. A last "\r" stays: "\n" may follow."""

@@ -194,7 +194,9 @@ class StoreServer:
         task, peer = asyncio.current_task(), writer.get_extra_info("peername") or ("an unknown address", 0)
         assert task is not None
         self._serving.add(task)
-        self._make_room(writer)
+        self._unproven[writer] = None
+        if len(self._unproven) > self._most_unproven:  # the oldest makes room
+            self._unproven.popitem(last=False)[0].transport.abort()
         try:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
@@ -209,13 +211,6 @@ class StoreServer:
             self._unproven.pop(writer, None)
             self._serving.discard(task)
             writer.transport.abort()
-
-    def _make_room(self, writer: asyncio.StreamWriter) -> None:
-        """Count `writer` among the connections in their handshake, and end the oldest if there are too many."""
-        self._unproven[writer] = None
-        if len(self._unproven) > self._most_unproven:
-            oldest, _ = self._unproven.popitem(last=False)
-            oldest.transport.abort()
 
     async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine = secrets.token_bytes(NONCE_BYTES)

@@ -117,7 +117,7 @@ class MPIProcessGroup(PythonGroup):
         return self._submit("all_reduce", run, list(tensors), views, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None) -> Work:
-        return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
+        return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
         root = check_root(opts.rootRank, self._size)
@@ -177,7 +177,6 @@ class MPIProcessGroup(PythonGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
-        opts = opts or AllgatherOptions()
         targets, sources = views_of(outputs), views_of(tensors)
         for target, source in zip(targets, sources, strict=True):
             check_size("output", target, "the input", source, self._size)
@@ -193,7 +192,6 @@ class MPIProcessGroup(PythonGroup):
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
-        opts = opts or AllgatherOptions()
         sources, lists = views_of(tensors), [views_of(targets) for targets in outputs]
         for targets, source in zip(lists, sources, strict=True):
             check_list("outputs", targets, source, self._size, any_size=True)
@@ -301,18 +299,16 @@ class MPIProcessGroup(PythonGroup):
         return self._submit("all_to_all", run, list(outputs), sources, opts, agreed=0, meet_first=True)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
-        return self._submit("barrier", lambda collectives: collectives.barrier(), [], [], opts or BarrierOptions())
+        return self._submit("barrier", lambda collectives: collectives.barrier(), [], [], opts)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeros, (nbytes,) uint8, in memory that the group's collectives read without a copy if possible. Collective."""
         allocated: list[Tensor] = []
-        opts = BarrierOptions()
-        opts.asyncOp = False
 
         def run(collectives: OverNetwork) -> None:
             allocated.append(collectives.allocate(nbytes))
 
-        self._submit("allocate", run, None, [], opts, agreed=nbytes, meet_first=True).wait()
+        self._submit("allocate", run, None, [], None, agreed=nbytes, meet_first=True).wait()
         return allocated[0]
 
     # Point to point.
@@ -337,7 +333,8 @@ class MPIProcessGroup(PythonGroup):
         agreed: int | None = None,
         meet_first: bool = False,
     ) -> MPIWork:
-        """tensors: this rank's input. agreed: the size that must be equal on all ranks; None: the size of `tensors`."""
+        """tensors: this rank's input. opts: None for torch's defaults. agreed: the size that is equal on all ranks; None for that
+        of `tensors`."""
         nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
         if agreed is None:
             agreed = nbytes
