@@ -100,12 +100,10 @@ class Batches:
         return Loaded(planned, batch)
 
     def _collated(self, items: list[Any], planned: Planned) -> Batch:
-        def collate(*_: object) -> Batch:
-            return collated(self._samples, self._collate, items, planned)
-
+        collate = partial(collated, self._samples, self._collate, items, planned)
         if self._draws is None or self._collate is default_collate:  # torch's own draws nothing
             return collate()
-        return self._draws.of([name_of_batch(planned)], collate)[0]
+        return self._draws.of([name_of_batch(planned)], lambda *_: collate())[0]
 
     def _items(self, planned: Planned) -> list[Any]:
         """The samples; the first ones of this process are looked at."""
@@ -122,12 +120,12 @@ class Batches:
         return items
 
     def _samples_at(self, places: Sequence[Drawn]) -> list[Any]:
-        found = []
+        samples = []
         for epoch, group in groupby(places, self._epoch_at):
             if epoch not in (None, self._epoch):  # a batch may hold the end of one epoch and the begin of the next
                 self._begin(epoch)
-            found += self._of_epoch(list(group))
-        return found
+            samples += self._of_epoch(list(group))
+        return samples
 
     def _epoch_at(self, place: Drawn) -> int | None:
         return None if place[1] is None else place[1] // self._size
@@ -142,13 +140,10 @@ class Batches:
         self._draws.search_again()  # set_epoch may have made new generators
 
     def _of_epoch(self, places: Sequence[Drawn]) -> list[Any]:
-        def together() -> list[Any]:
-            return self._samples.__getitems__([index for index, _ in places])
-
-        def each(index: int, _: int | None) -> Any:
-            return self._samples[index]
-
-        return together() if self._draws is None else self._draws.of(places, each, together)
+        together = partial(self._samples.__getitems__, [index for index, _ in places])
+        if self._draws is None:
+            return together()
+        return self._draws.of(places, lambda index, _: self._samples[index], together)
 
 
 def snapshot(item: Any) -> object:

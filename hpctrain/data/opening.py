@@ -9,11 +9,13 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.base.safe_files import cache_directory
 from hpctrain.contracts.dataset import DatasetContext, Lengths, Mixture, Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
-from hpctrain.data.order import Order, StreamOrder, order_of
+from hpctrain.data.order import Order, order_of
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.refusals import (
     COUNTED_STEPS,
@@ -115,7 +117,7 @@ def _lengths(job: Job, parts: Parts, source: Samples | Stream) -> Lengths | None
 def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tuple[str, Order]:
     """The fingerprint of samples and weights, and the order that they give. counted: lengths, for batches by tokens."""
     if isinstance(samples, Stream):
-        return samples.fingerprint(), StreamOrder()
+        return samples.fingerprint(), np.arange  # position p is item p
     fingerprint, weights, seed = samples.fingerprint(), samples.weights(), job.job.seed
     if samples.fingerprint() != fingerprint:  # one that changes would refuse each resume
         told = f"gave the fingerprint {fingerprint!r}, and another one when it was asked again"
@@ -136,7 +138,7 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
     if weights is not None:
         refuse_weights(job, weights, len(samples))
         fingerprint = f"{fingerprint} weights {hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()}"
-    return fingerprint, order_of(len(samples), weights, seed, fingerprint)
+    return fingerprint, order_of(len(samples), weights, seed, fingerprint).at
 
 
 def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None) -> Order:
@@ -155,7 +157,7 @@ def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None
             batches = global_batches(order.at, lengths, job.batch.size, begin)
             begin, before = next(islice(batches, step - before - 1, None))[0], step
         order.add_phase(begin, shares)
-    return order
+    return order.at
 
 
 def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:

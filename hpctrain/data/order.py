@@ -6,7 +6,8 @@ remainder that does not fill a global batch moves into the next epoch, and a res
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,11 +20,8 @@ _AHEAD = 1024
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Order(Protocol):
-    """Maps positions in the endless sequence of samples to sample indices."""
-
-    def at(self, begin: int, end: int) -> Indices:
-        """The sample indices of positions `begin` to `end`."""
+Order: TypeAlias = Callable[[int, int], Indices]
+"""Gives the sample indices of the positions from one up to another in the endless sequence of samples."""
 
 
 class SampleOrder:
@@ -67,13 +65,6 @@ class SampleOrder:
         for key in keys:
             left, right = right, left ^ (mixed(right, key) & mask)
         return (left << np.uint64(self._half)) | right
-
-
-class StreamOrder:
-    """The order of a stream: position p is its item p."""
-
-    def at(self, begin: int, end: int) -> Indices:
-        return np.arange(begin, end, dtype=np.int64)
 
 
 class WeightedOrder:

@@ -69,7 +69,7 @@ class BatchPlan:
             for number, places in enumerate(mine):
                 counts = len(places) > 0
                 first, end = (begin + places.start, begin + places.stop) if counts else (begin, begin + 1)  # any does
-                indices = order.at(first, end).tolist()
+                indices = order(first, end).tolist()
                 last = after if number == len(mine) - 1 else None  # a run resumes between steps
                 yield Planned(indices, places.start if counts else 0, counts, last, range(first, end))
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("hpctrain")
 
-T = TypeVar("T")
 StartMethod = Literal["spawn", "forkserver", "fork"]
-
 
 # imports torch, and what a worker needs of hpctrain
 _PRELOADED = "hpctrain.data.pool"
@@ -182,5 +180,5 @@ def _begin(lines: Sequence[Any], labels: tuple[str, str], number: int) -> None:
         label_prints(*labels)
 
 
-def _as_it_is(loaded: T) -> T:
+def _as_it_is(loaded: Any) -> Any:
     return loaded

@@ -8,7 +8,7 @@ share a batch does not affect its content.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -23,11 +23,11 @@ _AHEAD = 256
 
 
 def global_batches(
-    at: Callable[[int, int], Indices], lengths: Lengths, tokens: int, begin: int, end: int | None = None
+    order: Order, lengths: Lengths, tokens: int, begin: int, end: int | None = None
 ) -> Iterator[tuple[int, Indices]]:
     """The global batches from position `begin` on, as (position of the next batch, samples).
 
-    at: gives the samples of a range of positions. No sample may be longer than `tokens`. The last batch is cut at `end`.
+    No sample may be longer than `tokens`. The last batch is cut at `end`.
     """
     read, pending = begin, np.empty(0, dtype=np.int64)
     while True:
@@ -40,7 +40,7 @@ def global_batches(
             more = max(fit, min(_AHEAD, len(lengths)))  # each epoch of the order costs another permutation
             if end is not None:
                 more = min(more, end - read)
-            pending = np.concatenate([pending, at(read, read + more)])
+            pending = np.concatenate([pending, order(read, read + more)])
             read += more
         else:
             if len(pending):
@@ -97,7 +97,7 @@ def _pack(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> l
 
 def whole_batches(order: Order, lengths: Lengths, tokens: int, end: int, begin: int = 0) -> int:
     """The number of whole global batches in the positions `begin` to `end` of the order."""
-    batches = global_batches(order.at, lengths, tokens, begin)
+    batches = global_batches(order, lengths, tokens, begin)
     return sum(1 for _ in takewhile(lambda batch: batch[0] <= end, batches))
 
 
@@ -128,7 +128,7 @@ class TokenPlan:
 
     def training(self, order: Order, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
-        for after, indices in islice(global_batches(order.at, self.lengths, self.tokens, samples_seen), steps):
+        for after, indices in islice(global_batches(order, self.lengths, self.tokens, samples_seen), steps):
             yield from self._mine(indices, after, after - len(indices))
 
     def evaluation(self, samples: int, batches: int | None) -> Iterator[Planned]:

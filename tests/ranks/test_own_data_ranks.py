@@ -166,13 +166,13 @@ def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
             mine = [int(index) for indices, micro in taken if micro.counts for index in indices]
             everyone: list[list[int]] = gather_values(mine)
             found = sorted(index for one in everyone for index in one)
-            assert found == sorted(data.order.at(begin, end).tolist())
+            assert found == sorted(data.order(begin, end).tolist())
             assert {index < 90 for index in found} == ({False} if step in (3, 4) else {True, False})
             begin = end
         loader.close()
     if "global_size" in batch:
         module = module_of(tables, torch.float32)
-        drawn = [[data.training[int(i)] for i in data.order.at(24 * step, 24 * step + 24)] for step in range(8)]
+        drawn = [[data.training[int(i)] for i in data.order(24 * step, 24 * step + 24)] for step in range(8)]
         optimizer = torch.optim.SGD(module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
         plain = train_plainly(
             module, optimizer, (lambda b=b: gpt_loss(module, *stacked(b)) for b in drawn), SGD["clip_norm"]
@@ -192,9 +192,9 @@ def test_weighted_sentences_of_several_lengths(root, layout: dict[str, Any]) -> 
     rows = train_here({**tables, "job": {**tables["job"], "steps": 3}}).rows + train_here(tables).rows
     checked = check(RawJob(tables, {}, "j"), None)
     data, words = open_data(checked.job, checked.parts), flowing.Sentences()
-    assert isinstance(data.order, WeightedOrder)
+    assert isinstance(data.order.__self__, WeightedOrder)
     module = built(tables, flowing.Mean)
-    drawn = [data.order.at(24 * step, 24 * (step + 1)).tolist() for step in range(8)]
+    drawn = [data.order(24 * step, 24 * (step + 1)).tolist() for step in range(8)]
     assert not {index for step in drawn for index in step if index % 5 == 0}
 
     def loss(indices: list[int]) -> torch.Tensor:

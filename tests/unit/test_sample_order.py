@@ -143,7 +143,7 @@ def test_every_layout_takes_the_same_samples(ranks: int, micro: int, accumulatio
     taken: dict[int, int] = {}
     for rank in range(ranks):
         plan = BatchPlan(size, micro, rank, ranks)
-        batches = list(plan.training(order, seen, steps=2))
+        batches = list(plan.training(order.at, seen, steps=2))
         assert len(batches) == 2 * plan.micro_batches == 2 * accumulation
         for number, planned in enumerate(batches):
             assert len(planned.indices) == micro and planned.counts
@@ -184,7 +184,7 @@ def test_batches_that_end_with_the_epoch(
     order, found = SampleOrder(samples, 5, "f"), [dict[int, int]() for _ in expected[skipped:]]
     for rank in range(ranks):
         step, ends = 0, []
-        for planned in BatchPlan(size, micro, rank, ranks, samples, drops).training(order, seen, len(found)):
+        for planned in BatchPlan(size, micro, rank, ranks, samples, drops).training(order.at, seen, len(found)):
             assert 0 < len(planned.indices) <= micro and list(planned.indices) == [
                 order.at(one, one + 1)[0] for one in planned.positions
             ]

@@ -63,7 +63,7 @@ def test_every_rank_takes_its_part_of_the_same_batches(
     tokens, capacity = 40 + more, padded(40, multiple) + room
     order = SampleOrder(len(lengths), 3, "f")
     plans = [TokenPlan(lengths, tokens, capacity, multiple, rank, ranks) for rank in range(ranks)]
-    by_rank = [steps_of(plan.training(order, 0, 6)) for plan in plans]
+    by_rank = [steps_of(plan.training(order.at, 0, 6)) for plan in plans]
     seen = 0
     for step, expected in enumerate(naive(order, lengths, tokens, 6)):
         mine = [rank[step] for rank in by_rank]
@@ -77,7 +77,7 @@ def test_every_rank_takes_its_part_of_the_same_batches(
         seen += len(expected)
         assert {micro_batches[-1].after for micro_batches in mine} == {seen}
         # a resume from here goes on with the same micro batches
-        assert steps_of(plans[-1].training(order, seen, 5 - step)) == by_rank[-1][step + 1 :]
+        assert steps_of(plans[-1].training(order.at, seen, 5 - step)) == by_rank[-1][step + 1 :]
 
 
 @settings(max_examples=40)
@@ -98,7 +98,7 @@ def test_the_most_loaded_rank_has_at_most_the_longest_sample_above_the_mean(
 def test_an_epoch_has_each_sample_once_and_its_steps_are_counted(lengths: Any, epochs: int, more: int) -> None:
     tokens, samples = 40 + more, epochs * len(lengths)
     order = SampleOrder(len(lengths), 3, "f")
-    steps = whole_batches(order, lengths, tokens, samples)
+    steps = whole_batches(order.at, lengths, tokens, samples)
     made = naive(order, lengths, tokens, steps + 1)
     taken = [index for batch in made for index in batch][:samples]
     assert sum(len(batch) for batch in made[:steps]) <= samples < sum(map(len, made)) + 1
