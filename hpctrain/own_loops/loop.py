@@ -139,7 +139,7 @@ class Loop:
     @property
     def checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or the one that the steps began from."""
-        return None if self._steps is None else self._steps.session.newest
+        return None if self._steps is None else self._steps.session.newest_checkpoint
 
     @property
     def stopped(self) -> bool:
@@ -328,15 +328,12 @@ class Loop:
         laid_out = self._laid_out(model)
         if laid_out is None:
             raise UsageError("parameters: found a model that is not set up here, expected one that setup returned")
-        chosen = laid_out.named(names)
-        trained = laid_out.trained
-        if trained is not None:
-            trained.open_gradients()
+        chosen, trained, with_gradients = laid_out.named(names), laid_out.trained, set[str]()
         detail = zlib.crc32(repr((laid_out.name, names, whole)).encode())  # `hash` of a text differs between processes
-        ranks = self._agreement.on(PARAMETERS, self.step, [] if trained is None else trained.used_bits(), detail)
         if trained is not None:
-            trained.note_used(ranks)
-        with_gradients = set[str]() if trained is None else trained.with_gradients
+            with_gradients = trained.open_gradients(self.step, detail)
+        else:
+            self._agreement.on(PARAMETERS, self.step, detail=detail)
         laid_out.sharded.adopt()  # changes that the program has made outside this context
         if whole:
             laid_out.sharded.consolidate()

@@ -56,7 +56,7 @@ class OwnSteps(Steps):
         self, start: Start, trained: Mapping[str, Trained], states: Sequence[PluginState], agreement: Agreement
     ) -> None:
         """states: what the program keeps in checkpoints."""
-        self._start, self._agreement, self._trained, self._kept = start, agreement, trained, states
+        self._start, self._agreement, self._trained, self._states = start, agreement, trained, states
         first, *others = trained.values()
         _share_scaler([each.model for each in trained.values()])
         for each in trained.values():
@@ -71,14 +71,14 @@ class OwnSteps(Steps):
                 refuse_epochs(each.model.job, STREAM)
         self._restore_rates()
         self.dealt, self.is_last = 1, True
-        """The number of micro batches that the step deals out, and whether the newest is the last one."""
+        """The number of micro batches that the step deals out, and whether the one dealt last is the step's last."""
         self.stopped = self.is_interrupted = self.saves = False
         """saves: whether the program on this rank has asked for a checkpoint of this step."""
         self._logged: dict[str, list[Figure]] = {}
         # whether the program is in a step
         self._goes_on = False
-        # the newest update of the first model, which may be of an earlier step: its figures stand in a row without an update
-        self._newest = Update(first.model, StepFigures(0, math.nan, math.nan, [], False), math.nan, True, None)
+        # the last update of the first model, which may be of an earlier step: its figures stand in a row without an update
+        self._last_update = Update(first.model, StepFigures(0, math.nan, math.nan, [], False), math.nan, True, None)
 
     def _restore_rates(self) -> None:
         for trained in self._trained.values():
@@ -151,15 +151,15 @@ class OwnSteps(Steps):
         for model in session.models:
             model.sharded.adopt()  # a save below reads the pieces
         first = next(iter(self._trained))
-        self._newest = updates[first] if first in updates else replace(self._newest, verdict=None, taken=True)
+        self._last_update = updates[first] if first in updates else replace(self._last_update, verdict=None, taken=True)
         means = {name: sum(rank.named[place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         level = self.end(
-            ranks, self._newest, int(sum(rank.terms for rank in ranks)),
+            ranks, self._last_update, int(sum(rank.terms for rank in ranks)),
             others={name: update for name, update in updates.items() if name != first}, logged=means,
         )  # fmt: skip
         self.is_interrupted, self.saves = level == INTERRUPTED, False
         if is_first:
-            for state in self._kept:
+            for state in self._states:
                 plain_values(state)  # raises now what the first save would raise, perhaps after hours
         if self.act(updates.values()):  # the training has gone back to a checkpoint
             self._restore_rates()
@@ -207,7 +207,7 @@ class OwnSteps(Steps):
             self._end_step()
             return
         finish_saving(session, excused=True)
-        newest = session.newest
+        newest = session.newest_checkpoint
         if progress.step > progress.first_step and (newest is None or step_of(newest) != progress.step):
             save_if_due(session, stop_agreed=False)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.own_loops.agreement import Agreement
+from hpctrain.own_loops.agreement import PARAMETERS, Agreement
 from hpctrain.own_loops.gradients import Gradients
 from hpctrain.training.figures import Figure, RankFigures
 from hpctrain.training.guard.judging import StepFigures, Verdict
@@ -72,7 +72,7 @@ class Trained:
         # whether the loop's own backward goes on
         self._backward_runs = False
         # gradients of earlier backwards that a forward has put aside: a strategy's sum would overwrite them
-        self._kept: list[Tensor] = []
+        self._set_aside: list[Tensor] = []
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
 
@@ -98,7 +98,7 @@ class Trained:
             self.zero_grad()
         if self._summed:  # the program goes on adding, and the strategy begins anew
             self._used.names -= self._gradients.take()
-            self._kept = [gradient.clone() for gradient in self._gradients.all()]
+            self._set_aside = [gradient.clone() for gradient in self._gradients.all()]
             self._gradients.drop()
             self._summed = False
         self._gradients.resume()
@@ -162,9 +162,9 @@ class Trained:
         self._gradients.resume()  # takes stand-ins away, which the strategy would take for gradients
         self.model.sharded.synchronize()
         gradients = self.model.take_gradients()
-        if self._kept:
-            foreach_add_(gradients, self._kept)
-            self._kept = []
+        if self._set_aside:
+            foreach_add_(gradients, self._set_aside)
+            self._set_aside = []
         self._pending, self._summed, self._unused = False, True, True
         self._gradients.show()
 
@@ -183,7 +183,7 @@ class Trained:
             )
         if self._pending:  # the program steps before the step's last micro batch
             self._sum()
-        if self._kept and not self._summed:
+        if self._set_aside and not self._summed:
             raise self._unused_forward()
         if not self._summed:
             raise TrainingError(
@@ -208,22 +208,23 @@ class Trained:
             "torch.no_grad() where no loop.backward follows"
         )
 
-    def used_bits(self) -> list[float]:
-        """The parameters that this rank's backwards have used since `zero_grad`, one bit each, for `note_used`."""
+    def _used_bits(self) -> list[float]:
+        """The parameters that this rank's backwards have used since `zero_grad`, one bit each, for `_note_used`."""
         names = list(self.model.shapes)
         parts = [names[at : at + _BITS] for at in range(0, len(names), _BITS)]
         return [float(sum(1 << bit for bit, name in enumerate(part) if name in self._used.names)) for part in parts]
 
-    def note_used(self, ranks: Sequence[Sequence[float]]) -> None:
-        """Note the parameters that no rank has used. ranks: the `used_bits` of each."""
+    def _note_used(self, ranks: Sequence[Sequence[float]]) -> None:
+        """Note the parameters that no rank has used. ranks: the `_used_bits` of each."""
         # a parameter that one rank has used is used: gradients are sums
         words = [reduce(or_, map(int, bits)) for bits in zip(*ranks, strict=True)]
         self._idle = {
             name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1
         }
 
-    def open_gradients(self) -> None:
-        """The program is about to read and change gradients and parameters. Collective where some gradients are not summed yet.
+    def open_gradients(self, step: int, detail: int) -> set[str]:
+        """The program is about to read and change gradients and parameters; returns the parameters whose gradients are summed.
+        Collective. step, detail: as for `Agreement.on`.
 
         Raises TrainingError where a backward follows that needs the parameters as they are.
         """
@@ -236,10 +237,7 @@ class Trained:
             self._sum()
         if self._summed:
             self._used.names -= self._gradients.take()
-
-    @property
-    def with_gradients(self) -> set[str]:
-        """The parameters whose gradients are summed, by the last `note_used`."""
+        self._note_used(self._agreement.on(PARAMETERS, step, self._used_bits(), detail))
         return set(self._whole) - self._idle if self._summed else set()
 
     def show_gradients(self) -> None:
@@ -289,15 +287,15 @@ class Trained:
             terms=model.loss_share,
             square=model.totals.square(gradients),
             route=model.route(),
-            used=self.used_bits(),
+            used=self._used_bits(),
         )
         ranks = mine.exchanged(partial(self._agreement.on, self._number, session.progress.step))
-        self.note_used([figures.used for figures in ranks])
+        self._note_used([figures.used for figures in ranks])
         return figures_of_update(session, model, ranks, sum(figures.terms for figures in ranks))
 
     def zero_grad(self) -> None:
         """Drop the gradients. Collective where micro batches have left some that are not summed yet."""
-        self._kept = []
+        self._set_aside = []
         self._used.names.clear()
         self._gradients.forget()
         self._losses.zero_()

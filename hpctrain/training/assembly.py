@@ -120,7 +120,7 @@ def complete(
     for name, value in describe(session, reads).items():
         report.say(f"{name:<12} {value}")
     if progress.step:
-        report.say(f"resuming     from step {progress.step} ({session.newest})")
+        report.say(f"resuming     from step {progress.step} ({session.newest_checkpoint})")
         before, last, factor = progress.steps_before, progress.step - 1, parts.schedule.factor
         if before and not progress.done and factor(last, before) != factor(last, progress.steps):  # lr jumps here
             report.say(

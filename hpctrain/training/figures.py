@@ -74,7 +74,7 @@ class RankFigures(Generic[T]):
     """NamedLosses.figures, or the numbers that a program has logged."""
 
     used: Sequence[T] = _NONE
-    """Trained.used_bits."""
+    """Trained._used_bits."""
 
     def exchanged(self, gather: Callable[[list[T]], Sequence[Sequence[float]]]) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""

@@ -71,9 +71,9 @@ class BestSoFar:
     _found: tuple[float, int] | None = field(default=None, init=False)
 
     @classmethod
-    def by(cls, keep: KeepBestTable | None) -> BestSoFar:
+    def by(cls, table: KeepBestTable | None) -> BestSoFar:
         """Compare as the job's table says."""
-        return cls() if keep is None else cls(keep.metric, keep.mode == "max")
+        return cls() if table is None else cls(table.metric, table.mode == "max")
 
     def see(self, row: Mapping[str, Any]) -> None:
         """Take a row of metrics into account."""

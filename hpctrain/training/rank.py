@@ -114,7 +114,7 @@ def exits_refused() -> Iterator[None]:
 
 def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     """Say on the screen how the run ended. seconds: that it took."""
-    say, newest, progress = session.report.say, session.newest, session.progress
+    say, newest, progress = session.report.say, session.newest_checkpoint, session.progress
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED
         why = AS_CANCELLED if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""

@@ -42,12 +42,12 @@ class Report:
         self,
         identity: Identity,
         channel: RankChannel,
-        keep: KeepBestTable | None = None,
+        best_by: KeepBestTable | None = None,
         begin: float | None = None,
     ) -> None:
-        """keep: by which metric an evaluation is the best. begin: of the run, on time.monotonic(); None: now."""
+        """best_by: the metric by which an evaluation is the best. begin: of the run, on time.monotonic(); None: now."""
         self._speaks = identity.rank == 0
-        self._best = BestSoFar.by(keep)
+        self._best = BestSoFar.by(best_by)
         self._console = Console(identity, channel, self._best, begin)
         self._metrics: MetricsFile | None = None
         # the loggers that are open, with their names

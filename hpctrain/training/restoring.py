@@ -155,7 +155,7 @@ def _tell_of_absent(session: Session, names: list[str]) -> None:
         count = sum_of(sum(name.startswith(prefix) for name in names))
         if count:
             session.report.say(
-                f"{what:<12} {count} of its tensors are not in {session.newest}; they begin as in a new run"
+                f"{what:<12} {count} of its tensors are not in {session.newest_checkpoint}; they begin as in a new run"
             )
 
 

@@ -32,8 +32,8 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     table, world = job.checkpoint, world_group()
     behind = dist.new_group() if table.asynchronous else None  # a thread must not share the loop's group
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
-    keep = table.keep_best
-    best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
+    kept = table.keep_best
+    best = None if kept is None else Best(kept.count, kept.metric, kept.mode == "max")
     retention = Retention(table.keep, table.keep_every, best)
     return CheckpointStore(
         job.output_dir.absolute() / CHECKPOINTS, parts.checkpoint, parts.formats, group=world, retention=retention,
@@ -99,7 +99,7 @@ def _failures(session: Session, step: int, excused: bool) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         if not excused:
-            message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {session.newest or 'none'})"
+            message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {session.newest_checkpoint or 'none'})"
             raise TrainingError(message) from error
         session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
 

@@ -82,7 +82,7 @@ class Session:
     """Questions of other terminals; those of rank 0 count."""
 
     @property
-    def newest(self) -> Path | None:
+    def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint of this run that is complete, as a user at rank 0 would type it."""
         path, here = self.store.newest, Path.cwd()
         return path.relative_to(here) if path is not None and path.is_relative_to(here) else path

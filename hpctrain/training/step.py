@@ -230,7 +230,7 @@ class Steps:
             "step": session.progress.step,
             "loss": session.progress.loss,
             "metrics": self.row,
-            "checkpoint": session.newest,
+            "checkpoint": session.newest_checkpoint,
             "exit_code": code,
         }
 
@@ -252,7 +252,7 @@ class Steps:
             session.report.say(f"guard        step {step}{left_out}: {why}")
             return False
         finish_saving(session, excused=True)  # one in the background may be the newest
-        newest = session.newest
+        newest = session.newest_checkpoint
         if verdict.action == "rollback" and newest is not None and model.guard.may_go_back_to(newest):
             roll_back(session)
             session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")

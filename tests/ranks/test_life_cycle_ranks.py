@@ -84,7 +84,7 @@ class Counts(OneRank):
 def test_one_rank_s_wish_ends_the_run_of_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with session_of(job(job={"output_dir": str(root), "steps": 6}), Ends()) as session:
         result = train(session, StopRequest())
-        newest = session.newest
+        newest = session.newest_checkpoint
     assert result["step"] == 3 and result["exit_code"] == 0
     assert newest is not None and newest.name == "step-00000003"
     if dist.get_rank() == 0:
