@@ -224,7 +224,7 @@ class Steps:
         return False
 
     def result(self, code: int) -> dict[str, Any]:
-        """What the hooks and the caller learn of a training that is over. code: its exit code."""
+        """The result of a training that is over, for hooks and for the caller. code: its exit code."""
         session = self.session
         return {
             "step": session.progress.step,
