@@ -36,8 +36,8 @@ if not MPI.Is_initialized():
             del os.environ[_name]  # else it aborts; now each process is alone, which the ranks notice
     _added = shared_memory(os.environ) if share_node(os.environ) else {}
     os.environ.update(_added)
-    _found = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]
-    _init = _found[0] or _found[1]  # a preloaded tool's, MPI's, or none if mpi4py holds a static MPI
+    _starts = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]
+    _init = _starts[0] or _starts[1]  # a preloaded tool's, MPI's, or none if mpi4py holds a static MPI
     if _init is None:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     else:

@@ -176,8 +176,8 @@ def _source(frame: FrameType) -> str:
 def _operation(inner: Sequence[FrameType]) -> str:
     """The call of torch.distributed's that the user made; innermost frame first."""
     calls = [
-        one for one in inner
-        if one.f_code.co_filename == _COLLECTIVES and not one.f_code.co_name.startswith("_")
+        frame for frame in inner
+        if frame.f_code.co_filename == _COLLECTIVES and not frame.f_code.co_name.startswith("_")
     ]  # fmt: skip
     if not calls:
         last = inner[-1].f_code

@@ -91,9 +91,9 @@ class Silent(NamedTuple):
 def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
     lines = [
-        f"{'missing' if one.seconds > limit else 'no answer in time'}: rank {one.rank} on {one.node} has sent no heartbeat for "
-        f"{one.seconds:.0f} s: stopped, killed, or its node is out of reach ({one.where})"
-        for one in silent
+        f"{'missing' if lost.seconds > limit else 'no answer in time'}: rank {lost.rank} on {lost.node} has sent no heartbeat for "
+        f"{lost.seconds:.0f} s: stopped, killed, or its node is out of reach ({lost.where})"
+        for lost in silent
     ]
     absent = [status for status in statuses if status.waits_for is None]
     kinds = {
