@@ -44,14 +44,18 @@ IGNORED = "alarm/ignored"
 """The key with which rank 0 answers an alarm that it does not look into."""
 
 
+def interval_of(limit: float, ranks: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return max(_SHORTEST, min(limit / _LONGEST_SHARE, 2.0 + ranks / _RANKS_PER_SECOND))
+
+
 class Watcher:
     """The thread. Rank 0 has a Monitor in its place."""
 
     def __init__(self, world: World, position: Position, limit: float) -> None:
         """limit: seconds that a phase, or a rank without a heartbeat, may take."""
         self.identity, self.position, self.limit = world.identity, position, limit
-        self.interval = max(_SHORTEST, min(limit / _LONGEST_SHARE, 2.0 + world.identity.size / _RANKS_PER_SECOND))
-        """Seconds between two heartbeats of a rank."""
+        self.interval = interval_of(limit, world.identity.size)
         self._connections = None if world.guarded is None else world.guarded.another(_PATIENCE)
         self.store: Store = self._connections or world.store
         self.closing = threading.Event()
