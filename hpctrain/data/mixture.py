@@ -31,7 +31,7 @@ class MixtureOrder:
     """Draws parts by their shares, and each part's samples in an order of its own: each once in an epoch of the part."""
 
     def __init__(self, parts: Sequence[Part], seed: int, fingerprint: str) -> None:
-        """Without a phase: give it one at least."""
+        """Make an order without a phase, which needs one at least."""
         self._seed, self._fingerprint = seed, fingerprint
         self._begins, self._splits = list[int](), list[list[int]]()
         self._orders = [

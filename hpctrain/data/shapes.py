@@ -155,12 +155,12 @@ class OneShape:
 
     def __call__(self, batch: Batch) -> Batch:
         """Raises TrainingError for another shape."""
-        found = [tuple(one.shape) for one in tensors_in(batch)]
+        shapes = [tuple(one.shape) for one in tensors_in(batch)]
         if self._first is None:
-            self._first = found
-        elif found != self._first:
+            self._first = shapes
+        elif shapes != self._first:
             raise TrainingError(
-                f"[parallelism] {self._axis} takes micro batches of one shape, found {self._first} and {found}; pad every sample "
+                f"[parallelism] {self._axis} takes micro batches of one shape, found {self._first} and {shapes}; pad every sample "
                 "to one length"
             )
         return self._split(batch)

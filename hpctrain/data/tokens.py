@@ -86,12 +86,12 @@ def _pack(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> l
     room: list[int] = []
     for place in share:
         size = padded(int(lengths[place]), multiple)
-        found = next((number for number, left in enumerate(room) if left >= size), len(room))
-        if found == len(room):
+        row = next((number for number, left in enumerate(room) if left >= size), len(room))
+        if row == len(room):
             micro_batches.append([])
             room.append(capacity)
-        micro_batches[found].append(place)
-        room[found] -= size
+        micro_batches[row].append(place)
+        room[row] -= size
     return micro_batches
 
 

@@ -67,13 +67,13 @@ class Feed:
         everyone: list[tuple[int | None, str, str]] = gather_values((self.data.samples, self.data.fingerprint, node))
         others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
         if others:
-            told = [
+            differences = [
                 f"rank {rank} on {node} has {samples or 'a stream of'} samples ({fingerprint})"
                 for rank, (samples, fingerprint, node) in enumerate(everyone)
                 if rank in (0, *others[:_SHOWN])
             ]
             raise EnvironmentUnfitError(
-                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {', '.join(told)}"
+                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {', '.join(differences)}"
                 f"{', ...' if len(others) > _SHOWN else ''}; give all nodes the same files. Items must not depend on the rank: "
                 "hpctrain deals them out. A dataset can say which samples it has with a method fingerprint()"
             )
@@ -103,13 +103,13 @@ class Feed:
 
     def describe(self, epochs: float) -> str:
         """The data in a line. epochs: at the end of the run."""
-        told = (
+        samples = (
             f"{self.data.samples:,} samples, {epochs:.2f} epochs" if self.data.samples else "unknown number of samples"
         )
         if self._places is None:
-            return told
+            return samples
         whole = "read whole by each data-parallel rank" if self._ranks > 1 else "read by one reader"
-        return f"a stream, {f'in {self._places.shards} shards' if self._places.shards > 1 else whole}, {told}"
+        return f"a stream, {f'in {self._places.shards} shards' if self._places.shards > 1 else whole}, {samples}"
 
     @property
     def is_stream(self) -> bool:

@@ -75,8 +75,8 @@ def first_start(output_dir: Path, now: float) -> float:
         reading(output_dir / STARTS) as fd,
         open(fd, "rb", closefd=False) as file,
     ):
-        found = json.loads(file.readline(_LONGEST))["time"]
-        return datetime.fromisoformat(found).timestamp()
+        text = json.loads(file.readline(_LONGEST))["time"]
+        return datetime.fromisoformat(text).timestamp()
     return now
 
 
@@ -104,14 +104,14 @@ def _command() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
-        found["mpi"] = " ".join(str(mpi.Get_library_version()).splitlines()[0].split())
-    return found
+        versions["mpi"] = " ".join(str(mpi.Get_library_version()).splitlines()[0].split())
+    return versions
 
 
 def _git(directory: Path) -> Mapping[str, Any] | None:
@@ -121,7 +121,7 @@ def _git(directory: Path) -> Mapping[str, Any] | None:
     # may name programs, such as filters.
     words = ["git", "-C", str(directory), "-c", "core.fsmonitor=false"]
     environment, until = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, time.monotonic() + _GIT_SECONDS
-    found: dict[str, Any] | None = None
+    commit: dict[str, Any] | None = None
 
     def answer(*more: str) -> str:
         done = subprocess.run(
@@ -131,6 +131,6 @@ def _git(directory: Path) -> Mapping[str, Any] | None:
         return done.stdout.strip()
 
     with suppress(OSError, subprocess.SubprocessError):
-        found = {"commit": answer("rev-parse", "HEAD"), "changed": None}
-        found["changed"] = bool(answer("status", "--porcelain", "--untracked-files=no"))
-    return found
+        commit = {"commit": answer("rev-parse", "HEAD"), "changed": None}
+        commit["changed"] = bool(answer("status", "--porcelain", "--untracked-files=no"))
+    return commit
