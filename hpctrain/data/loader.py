@@ -47,7 +47,7 @@ class Loader:
     ) -> None:
         """split: cuts this rank's part out of a micro batch. count: the terms of its loss. flops: the model's operations on a
         whole one. dtype: of floating point inputs. channels_last: how those of four dims are laid out."""
-        self._pool, self._plan, self._split, self._count, self._flops = pool, plan, split, count, flops
+        self.pool, self._plan, self._split, self._count, self._flops = pool, plan, split, count, flops
         self._device, self._dtype, self._channels_last = device, dtype, channels_last
         self.places: Mapping[int, Place] = {}
         """How far this rank's readers of a stream were at the end of the step that `step` returned last, by their shards."""
@@ -60,11 +60,6 @@ class Loader:
         self._thread = None if pool.draws_here else threading.Thread(target=self._run, name=LOADER, daemon=True)
         if self._thread is not None:
             self._thread.start()
-
-    @property
-    def ends_unplanned(self) -> bool:
-        """Whether only the data knows how many micro batches there are."""
-        return self._pool.ends_unplanned
 
     def __iter__(self) -> Loader:
         return self
@@ -122,7 +117,7 @@ class Loader:
         use_device(self._device)  # pinning memory creates a context on the current device
         copies = SideStream(self._device)
         places: dict[int, Place] = {}
-        for loaded in self._pool.load(self._plan):
+        for loaded in self.pool.load(self._plan):
             planned = loaded.planned
             places.update([loaded.place] if loaded.place else [])
             batch = self._split(loaded.batch)

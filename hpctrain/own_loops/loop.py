@@ -290,7 +290,8 @@ class Loop:
         steps, models = self._begun("backward"), self._trained.values()
         if steps.is_last:  # this backward sums: the ranks agree that all of them are in it
             self._agreement.on(BACKWARD, self.step)
-        parts = steps.parts_of_batch
+        # of the global batch: the micro batches of all ranks with different samples, or with parts of the same ones
+        parts = steps.session.model.batch_group.size() * steps.dealt
         share = 1 / steps.dealt if divisor is None else parts / steps.dealt / divisor
         scale = max(trained.model.scaler.scale for trained in models)  # models that scale share a scaler, others have 1
         behind = parameters_behind(loss) if steps.is_first else []  # in one step only: the walk takes time

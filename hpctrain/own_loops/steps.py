@@ -8,9 +8,9 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -58,9 +58,10 @@ class OwnSteps(Steps):
         """states: what the program keeps in checkpoints."""
         self._start, self._agreement, self._trained, self._states = start, agreement, trained, states
         first, *others = trained.values()
-        _share_scaler([each.model for each in trained.values()])
+        scalers = [each.model.scaler for each in trained.values() if each.model.scaler.skips_nonfinite]
         for each in trained.values():
             each.note_rates()  # before `complete`, which replaces the optimizers
+            each.model.scaler = (scalers or [each.model.scaler])[0]  # one backward may reach several models
         rates = [each.rates_state() for each in trained.values() if not each.follows_schedule]
         further, reads = {other.name: other.model for other in others}, has_data(first.model.job)
         session = complete(start, first.model, further, [*states, *rates], reads, first.name)
@@ -88,11 +89,6 @@ class OwnSteps(Steps):
     def is_first(self) -> bool:
         """Whether no step of this run is complete."""
         return self.session.progress.step == self.session.progress.first_step
-
-    @property
-    def parts_of_batch(self) -> int:
-        """The number of parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
-        return self.session.model.batch_group.size() * self.dealt
 
     def log(self, values: Mapping[str, Figure]) -> None:
         """Add numbers to the row of this step."""
@@ -187,11 +183,8 @@ class OwnSteps(Steps):
             )
         for model in self.session.models:
             model.consolidate()  # all ranks evaluate one model
-        loader = self.session.feed.validation_loader()
-        try:
+        with closing(self.session.feed.validation_loader()) as loader:
             yield from loader
-        finally:
-            loader.close()
 
     def leave(self) -> None:
         """End and save the step that the program has left by a `break`: it is the last one. A step without an update does not
@@ -217,10 +210,3 @@ class OwnSteps(Steps):
         end_hooks(session, result)
         session.hooks.position.move(END)
         say_goodbye(session, result, time.monotonic() - self._start.begin)
-
-
-def _share_scaler(models: Sequence[Any]) -> None:
-    """Give all models the scaler of the first that scales its loss: one backward may reach several."""
-    scalers = [model.scaler for model in models if model.scaler.skips_nonfinite]
-    for model in models if scalers else ():
-        model.scaler = scalers[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,28 +63,20 @@ class Asking:
                 question += max(1, int(_ASKED_EVERY / max(*seconds, 1e-9)))  # by the slowest rank, equal on all
 
 
-def evaluate(
-    model: TrainedModel,
-    parts: Parts,
-    loader: Loader,
-    asking: Asking | None = None,
-) -> tuple[dict[str, float], int] | None:
+def evaluate(model: TrainedModel, loader: Loader, asking: Asking | None = None) -> tuple[dict[str, float], int] | None:
     """The metrics by name, first of all "loss", and how many tokens or samples were counted; closes the loader. Collective.
 
     None if `asking` has found that a rank has to stop.
     """
-    try:
-        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
+    with closing(loader):
+        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.pool.ends_unplanned else loader
         if asking is not None:
             micro_batches = asking.until_stopped(micro_batches)
-        return measure(model, parts, micro_batches, asking)
-    finally:
-        loader.close()
+        return measure(model, micro_batches, asking)
 
 
 def measure(
     model: TrainedModel,
-    parts: Parts,
     micro_batches: Iterable[MicroBatch],
     asking: Asking | None = None,
     failed: list[str] | None = None,
@@ -93,6 +85,7 @@ def measure(
 
     failed: given for a single one, of which some metrics have no value: then the result is None, and it has all ranks' sentences.
     """
+    parts = model.parts
     running = [metric.start() for metric in parts.metrics]
     loss_sum, count = model.runner.evaluate(micro_batches, partial(_show, parts, running))
     if asking is not None and asking.level:
@@ -194,7 +187,7 @@ def look(session: Session) -> None:
     Not in training mode, whose forwards may leave state that nobody can put back, such as lists. Raises what the evaluation would
     raise, and UsageError where nothing measures what `[checkpoint] keep_best` goes by.
     """
-    job, parts, position = session.job, session.parts, session.hooks.position
+    job, position = session.job, session.hooks.position
     if not (job.evaluation.enabled and session.feed.data.validation is not None) or session.progress.done:
         return
     # a pipeline's ranks have other modules, and all must come to one answer
@@ -205,11 +198,8 @@ def look(session: Session) -> None:
         position.inside("evaluation", session.progress.step),
         session.memory_explained(f"in a look at the evaluation before step {session.progress.step + 1}"),
     ):
-        loader = session.feed.validation_loader(micro_batches=1)
-        try:
+        with closing(session.feed.validation_loader(micro_batches=1)) as loader:
             micro = next(loader, None)
-        finally:
-            loader.close()
         # a short stream, or no label: some metrics need samples on each rank
         if sum_of(micro is None or not micro.terms):
             return
@@ -217,7 +207,7 @@ def look(session: Session) -> None:
         position.move("evaluation")
         failed: list[str] = []
         with kept_weights(session), without_trace(session.model.module, session.device):
-            measured = measure(session.model, parts, [micro], failed=failed)
+            measured = measure(session.model, [micro], failed=failed)
         session.model.named_losses.forget()  # a training may report other losses than an evaluation
     for why in failed:
         session.report.say(f"look         {why}")

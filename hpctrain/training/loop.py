@@ -155,7 +155,7 @@ def evaluate_if_due(session: Session, ask: Ask) -> int:
         session.hooks.phase("evaluation", progress.step),
         session.memory_explained(f"in the evaluation of step {progress.step}"),
     ):
-        outcome = evaluate(session.model, session.parts, session.feed.validation_loader(), asking)
+        outcome = evaluate(session.model, session.feed.validation_loader(), asking)
     session.hooks.call("hpctrain_evaluation_end", model=session.model, step=progress.step)
     if outcome is None:
         session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")

@@ -52,7 +52,7 @@ def answer(
     loader = make_loader(pool, evaluation_plan(plan, samples), model.split, job, parts, device)
     try:
         if question.out is None:
-            found = evaluate(model, parts, loader)
+            found = evaluate(model, loader)
             assert found is not None  # nobody asks it to stop
             metrics, count = found
             return {**metrics, parts.model.counts: count}
