@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import logging
 import multiprocessing
 import pickle
@@ -156,19 +155,6 @@ class Pool:
             process.kill()
         if self._lines:
             forget_lines(self._lines)
-
-
-def refuse_in_worker() -> None:
-    """Raises UsageError in a process that multiprocessing starts, while it imports the script that called hpctrain.run."""
-    imported = any(  # under this name multiprocessing runs the script anew
-        one.frame.f_code.co_name == "<module>" and one.frame.f_globals.get("__name__") == "__mp_main__"
-        for one in inspect.stack(context=0)
-    )
-    if imported:
-        raise UsageError(
-            "a process that loads samples imports the script that started the training and would start another one; call "
-            "hpctrain.run under if __name__ == '__main__':"
-        )
 
 
 def _begin(lines: Sequence[Any], labels: tuple[str, str], number: int) -> None:

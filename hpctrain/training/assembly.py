@@ -21,7 +21,7 @@ from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.evaluation import is_compiled
 from hpctrain.training.feed import Feed
-from hpctrain.training.meters.meters import Meters
+from hpctrain.training.meters.meters import Meters, ModelFlops
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.restoring import restore
@@ -86,12 +86,12 @@ def complete(
     if job.guard.rolls_back:
         feed.refuse_stream()
     progress = Progress(feed.data.steps)
-    meters = Meters(
-        device, parts.precision, gather_values(identity.node), meshes.groups(),
+    flops = ModelFlops(
         copies=identity.size // layout.data_ranks,
         countable=not (job.compile.enabled or is_compiled(model.module)),
         is_forward=lambda: hooks.position.phase.startswith("forward"),
-    )  # fmt: skip
+    )
+    meters = Meters(device, parts.precision, gather_values(identity.node), meshes.groups(), flops)
     further = further or {}
     replicas: list[Replicas] = []
     if identity.size > 1:

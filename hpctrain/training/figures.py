@@ -80,15 +80,14 @@ class RankFigures(Generic[T]):
         """Each rank's figures, equal on all ranks. gather: tells all ranks this one's numbers. Collective."""
         # one exchange of all: each costs a round between the ranks, and on an accelerator a wait for the device
         of_fields = [value if isinstance(value, (list, tuple)) else [value] for value in vars(self).values()]
-        return [self._with(row) for row in gather([number for numbers in of_fields for number in numbers])]
-
-    def _with(self, row: Sequence[float]) -> RankFigures[float]:
-        """The same figures with other numbers in their places."""
-        numbers, read = iter(row), dict[str, Any]()
-        for name, value in vars(self).items():
-            is_sequence = isinstance(value, (list, tuple))
-            read[name] = list(islice(numbers, len(value))) if is_sequence else next(numbers)
-        return RankFigures(**read)
+        ranks = []
+        for row in gather([number for numbers in of_fields for number in numbers]):
+            numbers, figures = iter(row), dict[str, Any]()
+            for name, value in vars(self).items():
+                is_sequence = isinstance(value, (list, tuple))
+                figures[name] = list(islice(numbers, len(value))) if is_sequence else next(numbers)
+            ranks.append(RankFigures(**figures))
+        return ranks
 
 
 def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import time
 import traceback
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.contracts.identity import Identity
-from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import exported
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
@@ -56,7 +56,14 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
 
     Raises UsageError in a process that loads samples, and where torch.distributed is set up.
     """
-    refuse_in_worker()
+    if any(  # multiprocessing runs the program's script anew under this name, in a process that loads samples
+        one.frame.f_code.co_name == "<module>" and one.frame.f_globals.get("__name__") == "__mp_main__"
+        for one in inspect.stack(context=0)
+    ):
+        raise UsageError(
+            "a process that loads samples imports the script that started the training and would start another one; call "
+            "hpctrain.run under if __name__ == '__main__':"
+        )
     if dist.is_initialized():
         raise UsageError(
             f"{caller} sets torch.distributed up itself, but it is set up already; call destroy_process_group() before"

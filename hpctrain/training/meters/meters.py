@@ -43,13 +43,11 @@ class Meters:
         precision: Precision,
         nodes: Sequence[str],
         groups: Mapping[str, dist.ProcessGroup],
-        copies: int,
-        countable: bool,
-        is_forward: Callable[[], bool] = lambda: False,
+        flops: ModelFlops,
     ) -> None:
-        """nodes: of each rank. groups: by the names of their axes. copies, countable, is_forward: of ModelFlops."""
+        """nodes: of each rank. groups: by the names of their axes."""
         self.clock, self._device, self._ranks = Clock(device), device, len(nodes)
-        self.flops, self.traffic = ModelFlops(copies, countable, is_forward), Traffic(groups)
+        self.flops, self.traffic = flops, Traffic(groups)
         self._stragglers: Stragglers | None = None
         if len(nodes) > 1:
             from hpctrain.training.meters.stragglers import Stragglers

@@ -31,7 +31,7 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
-from hpctrain.training.meters.meters import Meters
+from hpctrain.training.meters.meters import Meters, ModelFlops
 from hpctrain.training.model_state import pieces_to_save
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
@@ -143,7 +143,7 @@ def _session(
             job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
             store=open_store(job, parts, _CPU), replicas=[],
             deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.data.steps, 3)),
-            meters=Meters(_CPU, parts.precision, [], {}, copies=1, countable=False),
+            meters=Meters(_CPU, parts.precision, [], {}, ModelFlops(1, countable=False, is_forward=bool)),
         )  # fmt: skip
     stack.callback(session.close)
     return session
