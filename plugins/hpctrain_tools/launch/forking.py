@@ -30,8 +30,8 @@ from hpctrain_tools.launch.processes import StartRank, spawn
 
 # modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports
 _ON_THE_WAY = (
-    "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.monitor", "hpctrain.base.store.gloo",
-    "encodings.idna", "encodings.utf_8_sig",
+    "hpctrain.ranks.failure", "hpctrain.ranks.restricted_pickle", "hpctrain.ranks.watchdog.monitor",
+    "hpctrain.base.store.gloo", "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
 # seconds after its end in which the system may still list a thread
 _ENDING = 0.2
