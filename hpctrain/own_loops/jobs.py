@@ -123,7 +123,8 @@ def check_model(
     if module is not None:
         parts = replace(parts, model=GivenModel(name, module))
     if optimizer is not None:
-        assert module is not None
+        if module is None:
+            raise UsageError("setup: found an optimizer without a model; give both, or leave both to the job")
         groups = groups_of(optimizer, module, name)
         parts = replace(parts, optimizer=GivenOptimizer(optimizer), optimizer_groups=groups)
     return replace(checked, parts=parts)

@@ -28,7 +28,7 @@ class RankFigures(Generic[T]):
     """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers.
 
     A step of `hpctrain run` has one exchange. A program's loop has one before each update and one at the end of the step: each
-    leaves out what belongs into the other. Sequences are as long on every rank.
+    omits the other's fields. Sequences are as long on every rank.
     """
 
     loss: T = _LEFT_OUT

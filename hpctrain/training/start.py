@@ -87,7 +87,7 @@ class Start:
                 print(f"{name:<12} {text}", file=own(sys.stdout), flush=True)
 
 
-Step = Callable[[Start], None]
+Preparation = Callable[[Start], None]
 
 
 @contextmanager
@@ -95,11 +95,11 @@ def started(
     identity: Identity,
     read: Callable[[], RawJob],
     channel: RankChannel,
-    steps: Sequence[Step],
+    preparations: Sequence[Preparation],
     resume: str = "auto",
     begun: float | None = None,
 ) -> Iterator[Start]:
-    """Take the steps, and let the job run in this context.
+    """Prepare the job in this order, and let it run in this context.
 
     begun: when the starter of these ranks, which may have started others before them, began, on time.time(); None: now.
     """
@@ -108,8 +108,8 @@ def started(
         resume = str(behind_name(Path(resume)))
     start = Start(identity, channel, read, resume, time.monotonic() - since)
     with start.undo:
-        for step in steps:
-            step(start)
+        for prepare in preparations:
+            prepare(start)
         yield start
 
 
@@ -200,7 +200,7 @@ def watch(start: Start) -> None:
     start.alarmed = start.undo.enter_context(watched(world, hosts, start.hooks.position, limit, start.queries))
 
 
-TRAINING: tuple[Step, ...] = (meet, take_signals, agree, take_directory, communicate, watch)
+TRAINING: tuple[Preparation, ...] = (meet, take_signals, agree, take_directory, communicate, watch)
 
 
 @contextmanager

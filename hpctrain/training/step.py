@@ -46,8 +46,8 @@ class Update:
 def figures_of_update(
     session: Session, model: TrainedModel, ranks: Sequence[RankFigures[float]], divisor: float
 ) -> StepFigures:
-    """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises TrainingError where ranks ran other
-    blocks."""
+    """The loss and the norm that all ranks go by. divisor: of the sum of all losses. Raises TrainingError if the ranks ran
+    different blocks."""
     model.refuse_other_routes([one.route for one in ranks])
     losses = [one.loss for one in ranks]
     squares = [one.square for one in ranks]
@@ -99,7 +99,7 @@ class Steps:
 
     def figures(self, trained: int, has_known_forwards: bool = True, **further: Any) -> RankFigures[Figure]:
         """This rank's figures that every step exchanges, and further ones. trained: steps that the parameters have had.
-        has_known_forwards: one of each micro batch."""
+        has_known_forwards: each micro batch has exactly one."""
         session = self.session
         return RankFigures(
             terms=session.model.loss_share * sum(micro.terms for micro in self._micro_batches),

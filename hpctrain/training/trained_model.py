@@ -145,7 +145,7 @@ class TrainedModel:
         self.mode = mode
 
     def spare_optimizer(self, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
-        """An optimizer of these pieces, which other ranks may not have, besides the one that trains: for its state's shapes."""
+        """A second optimizer over this rank's pieces, for the shapes of its state."""
         return self._build(self._groups(pieces))
 
     def update(self, step: int, gradients: list[torch.Tensor], norm: float) -> None:
@@ -247,7 +247,7 @@ class TrainedModel:
             dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self.batch_group)
 
     def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
-        """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
+        """Tell the gradient sums the loss scale of `step`, and whether it may be left out, by the caller or here."""
         may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self.job.guard.may_leave_out
         self._switch("train")
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
@@ -257,8 +257,8 @@ class TrainedModel:
         return float(zlib.crc32("/".join(self.sharded.ran).encode()))  # 32 bits, which a float64 holds
 
     def refuse_other_routes(self, routes: Sequence[float]) -> None:
-        """Raises TrainingError on all ranks if ranks that gather parameters together ran different blocks, of which they have had
-        each other's parameters; forgets them. routes: of all ranks. Collective where they differ."""
+        """Raises TrainingError on all ranks if ranks that gather parameters together ran different blocks; clears the record.
+        routes: of all ranks. Collective where they differ."""
         if len(set(routes)) > 1:
             from hpctrain.training.guard.replicas import parted
 

@@ -585,6 +585,10 @@ def deep_part(loop: Loop) -> None:
             model[0][0](x)
 
 
+def optimizer_alone(loop: Loop) -> None:
+    loop.setup(None, torch.optim.SGD(make_net().parameters(), 0.1))
+
+
 def no_optimizer(loop: Loop) -> None:
     loop.setup(make_net())
 
@@ -795,6 +799,7 @@ def late_tensor(loop: Loop) -> None:
         (own_key, TrainingError, "'grad_norm' is a key of the row itself"),
         (strange_state, TrainingError, "the state 'holder' can't be saved: values.values.what is a builtins.object"),
         (deep_part, TrainingError, "calls Linear, a part of the model 'model'"),
+        (optimizer_alone, UsageError, "setup: found an optimizer without a model"),
         (no_optimizer, UsageError, "has parameters to train and no optimizer"),
         (same_name, UsageError, "there is a model 'model' already"),
         (late_setup, UsageError, "steps have begun already"),

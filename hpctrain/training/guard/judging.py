@@ -45,13 +45,13 @@ class Verdict:
 def remedy_for(verdict: Verdict, saved: bool, faulty: bool) -> str:
     """The remedy for a verdict that ends the training. saved: whether there is a checkpoint. faulty: whether a sample has nan."""
     if verdict.exhausted:
-        return "as many steps in a row were left out as [guard] limit allows"
+        return "[guard] limit reached: too many steps in a row were left out"
     if verdict.action == "rollback" and not saved:
         return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
     others = "try a smaller lr, [optimizer] clip_norm or another precision"
     remedy = "mend the samples, or leave them out of the data" if faulty else others
     if verdict.action == "rollback":
-        return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
+        return f"[guard] limit reached: too many rollbacks to one checkpoint; {remedy}"
     key = "non_finite" if verdict.cause == "non_finite" else "loss_spike.action"
     return f'{remedy}; [guard] {key} = "skip" leaves such updates out'
 

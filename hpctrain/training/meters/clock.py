@@ -35,7 +35,7 @@ class Clock:
     """The time between two calls of `take`, by parts.
 
     A part ends where the next phase begins. On the CPU, waits for other ranks inside of one count as communication. An accelerator
-    has its own time: a mark is where its stream gets to, and `take` tells of the time before the last call, which is over.
+    has its own time: a mark is where its stream gets to, and `take` reports the previous, finished interval.
     """
 
     def __init__(self, device: torch.device) -> None:

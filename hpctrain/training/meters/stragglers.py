@@ -36,7 +36,7 @@ class Straggler:
 
 
 class _Stretch:
-    """The steps since the last judgement: the rank that was slow in each, and its excess; and whom that judgement has named."""
+    """The steps since the last judgement: the rank that was slow in each, and its excess; and the rank named then."""
 
     def __init__(self) -> None:
         self._steps, self._seconds = list[tuple[int | None, float]](), 0.0
