@@ -28,14 +28,7 @@ from hpctrain.own_loops.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agre
 from hpctrain.own_loops.gradients import parameters_behind, refuse_strangers
 from hpctrain.own_loops.jobs import FIRST, check_model, job_tables, refuse_tables
 from hpctrain.own_loops.module import OwnModule, OwnOptimizer, own
-from hpctrain.own_loops.parameters import (
-    LaidOut,
-    Parameters,
-    WholeParameters,
-    changed_models,
-    kept_state,
-    parts_of,
-)
+from hpctrain.own_loops.parameters import LaidOut, Parameters, WholeParameters, changed_models, kept_state, parts_of
 from hpctrain.own_loops.steps import OwnSteps, Step
 from hpctrain.own_loops.trained import Trained
 from hpctrain.ranks import prints

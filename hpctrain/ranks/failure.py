@@ -1,4 +1,4 @@
-"""A failing rank, or one that hangs in a call, ends the job: its error is printed once, with rank and host."""
+"""A failing rank, or one that hangs in a call, ends the job: one rank prints the error; unexpected errors name rank and host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MPI_START_SECONDS = 900.0
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an error, that of Python for what one process would end with."""
+    """The exit code for an error; SystemExit and KeyboardInterrupt keep Python's codes."""
     if isinstance(error, SystemExit):  # of an own loop
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -91,7 +91,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
 
 
 def _code_of_first(world: World, error: BaseException) -> int:
-    """The exit code of the first error on any rank, once this error's rank or that of the first one has printed it."""
+    """Print the error, or wait for the first failing rank to print its own; the job's exit code."""
     own = exit_code_of(error)
     if isinstance(error, PeerError):  # rank 0 prints, and all have its code
         return own

@@ -73,7 +73,7 @@ class Watcher:
     def alarm(self, reason: str) -> None:
         """Ask rank 0 for a diagnosis now, because a communication of this rank has failed.
 
-        Returns if that is for a reason which another rank tells, or if rank 0 does not answer in time; else the process ends.
+        Returns if another rank reports the cause, or if rank 0 does not answer in time; else the process ends.
         """
         self.store.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
         self.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
@@ -164,7 +164,7 @@ class Watcher:
 
 
 def end_waiting_ranks(world: World, code: int) -> None:
-    """Have the ranks end with `code` that do not notice this one's failure: a wait in NCCL lasts until its own limit."""
+    """End, with `code`, the ranks that have not noticed this failure: a wait in NCCL lasts until its own limit."""
     store = world.guarded
     assert store is not None  # there are several ranks
     with contextlib.suppress(RuntimeError):  # rank 0 has ended
