@@ -27,12 +27,11 @@ import time
 
 from hpctrain.api import hookimpl
 
-LOG, end = pathlib.Path("out/log/rank-00000.log"), time.monotonic() + 30
+LOG, end = pathlib.Path("out/log/rank-00000.log"), time.monotonic() + 60
 
 
 @hookimpl
 def hpctrain_step_end(step):
-    # a stranger who came before there was a log is on standard error
     while step > 100 and "a connection from" not in LOG.read_text() and time.monotonic() < end:
         time.sleep(0.1)
 """

@@ -98,8 +98,9 @@ def machine_id(node: str) -> str:
 
 
 def _threads(cores: int) -> int:
-    """Threads, one for each core of this rank's unless OMP_NUM_THREADS has told torch another number."""
-    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, cores)
+    """OMP_NUM_THREADS if it is a number, else one for each core of this rank's."""
+    given = os.environ.get("OMP_NUM_THREADS", "")  # not torch's number: it may have been set after torch, or be empty
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores)
 
 
 def _move(cpus: Sequence[int]) -> None:

@@ -156,6 +156,9 @@ def take_directory(start: Start) -> None:
     if text := described(checked.raw.tables):
         LOG.info("environment: %s", text)  # each rank's own
         start.say("environment", text)
+    guarded = start.world.guarded
+    for sentence in guarded.server.refused if guarded and guarded.server else ():  # from before the log existed
+        LOG.info("%s", sentence)
 
 
 def communicate(start: Start) -> None:

@@ -141,7 +141,8 @@ class OverlappingPieces(Zero1):
 class NoSum(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def reduce(self, bucket):
-            bucket.fill_all()
+            if bucket.gradients is not None:
+                bucket.fill_all()
 
 
 @sharding("trains as one process does: on 2 ranks, the norm of the gradients at step 1", 2)
@@ -149,7 +150,7 @@ class MeanOfGradients(_Zero0):
     class made(Zero0Model):  # noqa: N801
         def synchronize(self):
             super().synchronize()
-            for bucket in self.buckets:
+            for bucket in self.buckets if dist.get_world_size() > 1 else ():
                 bucket.gradients /= dist.get_world_size()
 
 

@@ -430,9 +430,9 @@ class KeepsItsMean(Zero0):
     class made(Zero0Model):  # noqa: N801
         def synchronize(self):
             super().synchronize()
-            for bucket in self.buckets:
-                bucket.mean = 0.5 * getattr(bucket, "mean", 0) + bucket.gradients
-                bucket.gradients.copy_(bucket.mean)
+            for entry in [entry for bucket in self.buckets for entry in bucket.entries]:
+                entry.mean = 0.5 * getattr(entry, "mean", 0) + entry.parameter.grad
+                entry.parameter.grad.copy_(entry.mean)
 
     def shard(self, module, spec, mesh, sums):
         return self.made(module, sums, self.options)

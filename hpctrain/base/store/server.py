@@ -148,6 +148,8 @@ class StoreServer:
     ) -> None:
         self._secret, self._introduction = secret, introduction
         self._contents = Contents()
+        self.refused: list[str] = []
+        """Sentences about connections, from the begin on: there may be no log yet."""
         self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
         self._serving: set[asyncio.Task[None]] = set()
         self._most_unproven = _UNPROVEN + ranks
@@ -242,9 +244,9 @@ class StoreServer:
             return
         self._strangers.add(host)
         reason = str(error) if isinstance(error, ProtocolError) else "it did not answer the handshake"
-        LOG.warning(
-            f"a connection from {host} port {peer[1]} was refused: {reason}; further ones from this host are refused silently"
-        )
+        sentence = f"a connection from {host} port {peer[1]} was refused: {reason}"
+        self.refused.append(f"{sentence}; further ones from this host are refused silently")
+        LOG.warning("%s", self.refused[-1])
 
 
 def files_needed(ranks: int) -> int:

@@ -188,10 +188,13 @@ class MessageWork(PythonWork):
                     f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
                     "sender's size and dtype"
                 )
-            with torch.inference_mode():  # it can write to inference tensors and others, in any thread
-                for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
-                    if buffer is not tensor:
-                        tensor.copy_(buffer)
+            try:
+                with torch.inference_mode():  # it can write to inference tensors and others, in any thread
+                    for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+                        if buffer is not tensor:
+                            tensor.copy_(buffer)
+            except RuntimeError as error:  # elements share memory, as after expand()
+                self.error = CommunicationError(f"{self._messages.describe(self)} can't be written: {error}")
         accounting.record(self._messages.group, self.name, nbytes, time.perf_counter() - self._posted)
         self.done = True
         self._messages.finished(self)

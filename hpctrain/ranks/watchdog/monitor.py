@@ -134,7 +134,11 @@ class Monitor(Watcher):
 
     def _is_debugged(self) -> bool:
         """Whether somebody may sit in front of this process: a single rank in a terminal or a notebook may wait."""
-        return self.identity.size == 1 and (self._world.channel.terminal or hasattr(sys, "ps1"))
+        try:
+            terminal = sys.stdin is not None and sys.stdin.isatty()  # a starter's rank has none
+        except ValueError:  # it is closed
+            terminal = False
+        return self.identity.size == 1 and (terminal or hasattr(sys, "ps1"))
 
     def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):
