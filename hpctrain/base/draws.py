@@ -22,6 +22,7 @@ import torch
 T = TypeVar("T")
 Name = tuple[object, ...]
 
+_MT19937 = 624 * 4 + 4  # bytes of its state: words, and the place among them
 _GLOBAL = 3  # Python's, NumPy's and torch's
 _LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, torch.Tensor, type, ModuleType, FunctionType)
 # how deep a data set is searched for generators of its own, in how many objects, and in how long lists
@@ -47,39 +48,31 @@ def _torch(of: torch.Generator) -> Generator:
     return Generator(lambda: of.get_state().numpy().tobytes(), restore, of.manual_seed)
 
 
-class _GlobalOfNumpy:
+def _global_of_numpy() -> Generator:
     """NumPy's global generator. Its state takes 30 us to copy; its memory tells within one whether it has drawn since."""
+    module: Any = np.random  # whose stubs lack some of it
+    of, bits = module.get_state.__self__, module.get_bit_generator()
+    memory, kept = b"", dict[str, Any]()
 
-    _BYTES = 624 * 4 + 4  # the words of MT19937, and the place among them
+    def state() -> dict[str, Any]:
+        """The same object as before unless the state has changed."""
+        nonlocal memory, kept
+        is_known = isinstance(bits, np.random.MT19937) and module.get_bit_generator() is bits
+        now = ctypes.string_at(bits.ctypes.state_address, _MT19937) if is_known else b""
+        if not now or now != memory:
+            kept = of.get_state(legacy=False)
+            words = kept["state"] if now else {}  # another build of NumPy's may lay its memory out in another way
+            is_all = bool(words) and now == words["key"].tobytes() + words["pos"].to_bytes(4, sys.byteorder)
+            # a normal number that is kept for the next call goes without a trace in memory
+            memory = now if is_all and not kept["has_gauss"] else b""
+        return kept
 
-    def __init__(self) -> None:
-        self._module: Any = np.random  # whose stubs lack some of it
-        self._of, self._bits = self._module.get_state.__self__, self._module.get_bit_generator()
-        self._memory, self._state = b"", dict[str, Any]()
-        kept: Any = self._bits.state["state"] if isinstance(self._bits, np.random.MT19937) else {}
-        # another build of NumPy's may lay its memory out in another way
-        self._is_seen = bool(kept) and self._seen() == kept["key"].tobytes() + kept["pos"].to_bytes(4, sys.byteorder)
+    def restore(state: dict[str, Any]) -> None:
+        nonlocal memory
+        of.set_state(state)
+        memory = b""  # the number that was kept may have come back
 
-    def _seen(self) -> bytes:
-        return ctypes.string_at(self._bits.ctypes.state_address, self._BYTES)
-
-    def state(self) -> dict[str, Any]:
-        """The state: the same object as before unless it has changed."""
-        memory = self._seen() if self._is_seen and self._module.get_bit_generator() is self._bits else b""
-        if not memory or memory != self._memory:
-            self._state = self._of.get_state(legacy=False)
-            # a normal number that is kept for the next call goes without a trace in memory, and comes with one
-            self._memory = b"" if self._state["has_gauss"] else memory
-        return self._state
-
-    def generator(self) -> Generator:
-        """The functions of a generator."""
-
-        def restore(state: dict[str, Any]) -> None:
-            self._of.set_state(state)
-            self._memory = b""  # the number that is kept may have come back
-
-        return Generator(self.state, restore, lambda number: self._of.seed(number % 2**32))
+    return Generator(state, restore, lambda number: of.seed(number % 2**32))
 
 
 def _numpy(of: np.random.Generator | np.random.RandomState) -> Generator:
@@ -154,7 +147,7 @@ class Draws:
     def _generators(self) -> list[Generator]:
         if self._found is None:
             own = _own(self._data)
-            self._found = [_python(random), _GlobalOfNumpy().generator(), _torch(torch.default_generator), *own]
+            self._found = [_python(random), _global_of_numpy(), _torch(torch.default_generator), *own]
         return self._found
 
     def of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,23 +15,15 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.ranks.json_collectives import survey
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A directory and the format that recognizes it."""
-
-    path: Path
-    format: CheckpointFormat
-
-
-def find_checkpoint(path: Path, formats: Sequence[CheckpointFormat]) -> Checkpoint:
-    """The checkpoint at `path`. UsageError if there is none; for a run's directory it names the run's checkpoints."""
+def format_of(path: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
+    """The format of the checkpoint at `path`. UsageError if there is none; for a run's directory it names the run's checkpoints."""
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")
     format = recognize(path, formats)
     if format is None:
         names = ", ".join(format.name for format in formats)
         raise UsageError(f"{path} isn't a checkpoint of a known format ({names}){hint_of(path)}")
-    return Checkpoint(path, format)
+    return format
 
 
 def hint_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.finding import describe_differences, find_checkpoint, memory_for, not_wanted
+from hpctrain.checkpoint.finding import describe_differences, format_of, memory_for, not_wanted
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
 from hpctrain.checkpoint.state import MODEL, PLUGIN
 from hpctrain.checkpoint.torch_files import open_torch
@@ -161,14 +161,14 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if (path / name).is_file():  # written by save_pretrained() of transformers
             return open_weights(path / name, formats, kept_by)
-    checkpoint = find_checkpoint(path, formats)
-    stored = checkpoint.format.tensors(path)
+    format = format_of(path, formats)
+    stored = format.tensors(path)
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     places = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     if kept_by is not None:
         places |= _kept(path, places, stored, kept_by)
     # no check: `load` checks what it reads
-    return WeightsSource(stored, partial(checkpoint.format.load, path)).renamed(places)
+    return WeightsSource(stored, partial(format.load, path)).renamed(places)
 
 
 def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTensor], kept_by: str) -> dict[str, str]:

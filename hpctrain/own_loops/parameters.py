@@ -156,9 +156,8 @@ def changed_models(models: Sequence[LaidOut]) -> PluginState:
                 del before[model.name]  # one warning for each model
                 LOG.warning(
                     "the program has changed the frozen model %r, which checkpoints leave out: after a resume it is again what "
-                    "setup got; keep it with loop.register_for_checkpointing(%s=...), given the model that setup returned",
+                    "setup got; give the model that setup returned to loop.register_for_checkpointing",
                     model.name,
-                    model.name if model.name.isidentifier() else "NAME",
                 )
         return {}
 

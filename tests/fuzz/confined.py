@@ -186,17 +186,17 @@ def _restore(path: Path) -> int:
 
     from hpctrain.api import Piece
     from hpctrain.base.errors import HpctrainError
-    from hpctrain.checkpoint.finding import find_checkpoint
+    from hpctrain.checkpoint.finding import format_of
     from hpctrain.checkpoint.store import CheckpointStore
     from hpctrain.registry.registry import build_registry
 
     formats = build_registry(()).instances("checkpoint")
-    whole = find_checkpoint(Path("whole"), formats)
-    tensors = whole.format.tensors(Path("whole")).items()
+    format = format_of(Path("whole"), formats)
+    tensors = format.tensors(Path("whole")).items()
     pieces = [Piece.whole(name, torch.zeros(one.shape, dtype=one.dtype)) for name, one in tensors]
     try:
         with alone() as group:
-            CheckpointStore(path.parent, whole.format, formats, group).restore(pieces, path)
+            CheckpointStore(path.parent, format, formats, group).restore(pieces, path)
     except HpctrainError as error:
         print(f"hpctrain: {error}", file=sys.stderr)
         return error.exit_code

@@ -168,7 +168,10 @@ class GuardedStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(NUMBER.unpack(self._ask(b"delete", key.encode())[0])[0])
 
-    deleteKey = delete_key  # noqa: N815  (torch's C++ looks it up by this name)
+    def num_keys(self) -> int:
+        return int(NUMBER.unpack(self._ask(b"count")[0])[0])
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  (torch's C++ looks them up by these names)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._ask_in_time(b"wait", keys, timeout)

@@ -75,6 +75,7 @@ class Contents:
             b"delete": self._delete,
             b"check": self._check,
             b"wait": self._wait,
+            b"count": self._count,
         }
 
     async def answer(self, request: Sequence[bytes]) -> Reply:
@@ -122,6 +123,9 @@ class Contents:
 
     def _check(self, *keys: bytes) -> Reply:
         return [OK, NUMBER.pack(all(key in self._values for key in keys))]
+
+    def _count(self) -> Reply:
+        return [OK, NUMBER.pack(len(self._values))]
 
     async def _wait(self, seconds: bytes, *keys: bytes) -> Reply:
         """OK once all keys are set; LATE and the missing keys when the time is up."""

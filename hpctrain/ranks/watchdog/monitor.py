@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -134,11 +135,7 @@ class Monitor(Watcher):
 
     def _is_debugged(self) -> bool:
         """Whether somebody may sit in front of this process: a single rank in a terminal or a notebook may wait."""
-        try:
-            terminal = sys.stdin is not None and sys.stdin.isatty()  # a starter's rank has none
-        except ValueError:  # it is closed
-            terminal = False
-        return self.identity.size == 1 and (terminal or hasattr(sys, "ps1"))
+        return self.identity.size == 1 and (os.isatty(0) or hasattr(sys, "ps1"))  # a starter's rank has no input
 
     def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):

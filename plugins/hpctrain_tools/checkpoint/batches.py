@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from hpctrain.checkpoint.finding import Checkpoint, memory_for
+from hpctrain.checkpoint.finding import memory_for
 from hpctrain.contracts.checkpoint import StoredTensor
 from hpctrain.contracts.pieces import Piece
+from hpctrain_tools.checkpoint.common import Checkpoint
 
 BATCH_BYTES = 256 * 2**20
 """The bytes of a checkpoint that commands hold in memory at a time."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,6 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.finding import Checkpoint
     from hpctrain.contracts.checkpoint import CheckpointFormat
     from hpctrain.registry.registry import Registry
 
@@ -57,6 +57,14 @@ class CheckpointPath(click.Path):
 
 
 CHECKPOINT = CheckpointPath(path_type=Path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory and the format that recognizes it."""
+
+    path: Path
+    format: CheckpointFormat
 
 
 class Formats:
@@ -88,9 +96,9 @@ class Formats:
 
     def find(self, path: Path) -> Checkpoint:
         """The checkpoint at `path`; UsageError when there is none."""
-        from hpctrain.checkpoint.finding import find_checkpoint
+        from hpctrain.checkpoint.finding import format_of
 
-        return find_checkpoint(path, self.all)
+        return Checkpoint(path, format_of(path, self.all))
 
 
 @contextmanager

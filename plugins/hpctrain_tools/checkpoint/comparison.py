@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import shown
-from hpctrain.checkpoint.finding import Checkpoint
 from hpctrain.contracts.checkpoint import StoredTensor
 from hpctrain_tools.checkpoint.batches import batches, read_batch
+from hpctrain_tools.checkpoint.common import Checkpoint
 
 
 @dataclass
