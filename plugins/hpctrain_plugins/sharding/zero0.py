@@ -54,8 +54,7 @@ class Zero0Model(BucketedModel):
         super().materialized()
         self._pieces: dict[str, list[Piece]] = {}
         for bucket in self.buckets:
-            if bucket.group.size() > 1:  # else gradients stay where autograd makes them
-                bucket.gradients = bucket.buffer()
+            bucket.gradients = bucket.buffer()
             for entry in bucket.entries:
                 whole = entry.local is entry.parameter
                 self._pieces[entry.name] = [
@@ -63,26 +62,27 @@ class Zero0Model(BucketedModel):
                 ]
 
     def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
-        if bucket.gradients is not None:
-            bucket.take(entry)
+        bucket.take(entry)
         if self.is_last and self._overlaps:
             self.reduce_full()
 
     def reduce(self, bucket: Bucket) -> None:
-        if bucket.gradients is not None and bucket.sum is not None:
-            bucket.finish = bucket.sum.all_reduce(bucket.fill_all())
+        gradients = bucket.fill_all()
+        if bucket.group.size() > 1:
+            assert bucket.sum is not None
+            bucket.finish = bucket.sum.all_reduce(gradients)
 
     def synchronize(self) -> None:
         self.finish_reducing()
         for bucket in self.buckets:
+            assert bucket.gradients is not None
             for entry in bucket.entries:
-                pieces, flat = self._pieces[entry.name], bucket.gradients
-                if entry.parameter.grad is not None and pieces[0].tensor is entry.parameter:
-                    continue  # autograd's own, or the bucket's memory
-                gradient = entry.gradient() if flat is None else entry.view(flat)
-                gradient = torch.zeros_like(entry.local) if gradient is None else gradient
-                for piece, part in zip(pieces, entry.cut(gradient), strict=True):
-                    piece.tensor.grad = part
+                if entry.local is entry.parameter and len(entry.pieces) == 1:
+                    continue  # its gradient lies in the bucket
+                for piece, gradient in zip(
+                    self._pieces[entry.name], entry.cut(entry.view(bucket.gradients)), strict=True
+                ):
+                    piece.tensor.grad = gradient
         self.begins_step = True
 
     def pieces(self) -> list[Piece]:
