@@ -147,17 +147,26 @@ class Goodput:
 
     def see(self, row: Mapping[str, Any]) -> None:
         """A row that counts."""
-        seconds = row.get("seconds", {})
-        self._seconds += sum(seconds.get(part, 0.0) for part in _STEPPING)
+        self._seconds += sum(seconds_of(row, _STEPPING))
 
     def lose(self, row: Mapping[str, Any]) -> None:
         """A row that is dropped."""
-        seconds = row.get("seconds", {}).values()
-        self.lost_steps, self.lost_seconds = self.lost_steps + bool(seconds), self.lost_seconds + sum(seconds)
+        found = seconds_of(row)
+        self.lost_steps, self.lost_seconds = self.lost_steps + bool(found), self.lost_seconds + sum(found)
 
     def share(self, now: float) -> float | None:
         """The goodput at a time, in seconds since 1970; None if the clock has been set back."""
         return self._seconds / (now - self._first_start) if now > self._first_start else None
+
+
+def seconds_of(row: Mapping[str, Any], parts: tuple[str, ...] | None = None) -> list[float]:
+    """The seconds of these parts, or of all, in a row; the row may be another program's."""
+    found = row.get("seconds")
+    if not isinstance(found, Mapping):
+        return []
+    return [
+        float(one) for name, one in found.items() if isinstance(one, (int, float)) and (parts is None or name in parts)
+    ]
 
 
 class MetricsFile:
@@ -242,9 +251,7 @@ def _rows_until(path: Path, step: int, goodput: Goodput, best: BestSoFar) -> Ite
         while line := file.readline(_LONGEST_ROW):
             if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
-            with suppress(
-                ValueError, LookupError, TypeError, AttributeError, RecursionError
-            ):  # others may have written it
+            with suppress(ValueError, LookupError, TypeError, RecursionError):  # others may have written it
                 row = json.loads(line)
                 if row["step"] <= step:
                     goodput.see(row)
