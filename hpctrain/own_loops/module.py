@@ -93,10 +93,24 @@ class OwnOptimizer(torch.optim.Optimizer):
     def __init__(self, trained: Trained) -> None:  # not torch's: it has no parameters of its own
         self._trained = trained
 
-    def __getattr__(self, name: str) -> Any:
-        """The param_groups, state and defaults of this rank's pieces. A rate that the program sets holds until the schedule sets
-        one."""
-        return getattr(self._trained.model.optimizer, name)
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._trained.model.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups, over this rank's pieces. A learning rate that the program sets holds until the schedule sets one."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of this rank's pieces."""
+        return self._optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The options of groups that have none of their own."""
+        return self._optimizer.defaults
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Unscale, judge, clip and update, on all ranks or on none. Collective."""
