@@ -63,7 +63,10 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
 def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     """Check in stages: each needs what the one before has made, so only the problems of one stage can be reported together."""
     lists = raw.tables.get("plugins")
-    load, block = (_texts(lists.get(key)) if isinstance(lists, dict) else () for key in ("load", "block"))
+    values = [lists.get(key) if isinstance(lists, dict) else None for key in ("load", "block")]  # not checked yet
+    load, block = (
+        [text for text in value if isinstance(text, str)] if isinstance(value, list) else [] for value in values
+    )
     registry = build_registry(load, block, complete=False)
     problems = _unknown_names(block, registry)
     job = None
@@ -141,8 +144,3 @@ def _unknown_names(names: Sequence[str], registry: Registry) -> list[PlacedProbl
         for i, name in enumerate(names)
         if name not in plugins
     ]
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    """The texts in a list that is not checked yet."""
-    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()

@@ -61,6 +61,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     """
     context = _context(job, parts, node)
     training, lengths = _opened(job, parts, "train", context)
+    refuse_other_kind(job, parts, training)
     validation, validation_lengths = (
         _opened(job, parts, "validation", context) if job.evaluation.enabled else (None, None)
     )
@@ -75,20 +76,20 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
 
 def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples | Stream, Lengths | None]:
     """The samples of one split, and their lengths if batches are cut by tokens. Collective; raises as `open_data` does."""
-    return _opened(job, parts, split, _context(job, parts, node))
+    source, lengths = _opened(job, parts, split, _context(job, parts, node))
+    refuse_other_kind(job, parts, source)
+    return source, lengths
 
 
 def _opened(job: Job, parts: Parts, split: Split, context: DatasetContext) -> tuple[Samples | Stream, Lengths | None]:
     source = parts.dataset.open(split, context)
     if not source:
-        remedies = {"validation": "; give it some (such as validation_fraction) or leave [evaluation] out"}
+        remedy = "" if split == "train" else " (such as by validation_fraction), or leave [evaluation] out"
         raise UsageError(
-            f"[dataset] {job.dataset.name}: it has no samples of the split {split!r}{remedies.get(split, '')}"
+            f"[dataset] {job.dataset.name}: it has no samples of the split {split!r}; expected some{remedy}"
         )
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    lengths = _lengths(job, parts, source)
-    refuse_other_kind(job, parts, source)
-    return source, lengths
+    return source, _lengths(job, parts, source)
 
 
 def _lengths(job: Job, parts: Parts, source: Samples | Stream) -> Lengths | None:

@@ -87,30 +87,23 @@ class OwnModule(nn.Module):
         )
 
 
+def _of_optimizer(name: str) -> Any:
+    """An attribute of the optimizer that trains, to read: the start of the steps and a rollback replace that one."""
+    return property(lambda self: getattr(self._trained.model.optimizer, name))
+
+
 class OwnOptimizer(torch.optim.Optimizer):
     """The optimizer of the pieces that this rank holds. `step` is collective."""
 
     def __init__(self, trained: Trained) -> None:  # not torch's: it has no parameters of its own
         self._trained = trained
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self._trained.model.optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups, over this rank's pieces. A learning rate that the program sets holds until the schedule sets one."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of this rank's pieces."""
-        return self._optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The options of groups that have none of their own."""
-        return self._optimizer.defaults
+    param_groups = _of_optimizer("param_groups")
+    """The groups, over this rank's pieces. A learning rate that the program sets holds until the schedule sets one."""
+    state = _of_optimizer("state")
+    """The state of this rank's pieces."""
+    defaults = _of_optimizer("defaults")
+    """The options of groups that have none of their own."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Unscale, judge, clip and update, on all ranks or on none. Collective."""

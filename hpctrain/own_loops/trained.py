@@ -134,7 +134,7 @@ class Trained:
         """
         if not self._backward_runs:
             if not self._differentiates:  # once for each micro batch
-                self._differentiates = True
+                self._differentiates = self._gathers = True
                 self.model.sharded.keep_whole()
             return
         if not self._open:

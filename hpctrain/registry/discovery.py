@@ -18,7 +18,7 @@ from types import ModuleType
 import pluggy
 
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.registry.entry_points import ModuleSource, entry_points, usable_module
+from hpctrain.registry.entry_points import ModuleSource, entry_points
 from hpctrain.registry.hookspecs import PROJECT, CommandHook, LifeCycleHooks, hookspec
 from hpctrain.registry.slots import SLOTS
 
@@ -66,12 +66,6 @@ def sources_of(modules: Sequence[str], block: Collection[str]) -> tuple[list[Mod
     why = "it is listed in [plugins] block"
     faults = [Fault(source, "blocked", why) for source in sources if source.module in blocked]
     return [source for source in sources if source.module not in blocked], faults
-
-
-def load(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
-    """Import and register a module; return a sentence if that fails."""
-    module = usable_module(source, import_module if source.distribution else import_from_here)
-    return module if isinstance(module, str) else register(manager, module, source.key)
 
 
 def register(manager: pluggy.PluginManager, part: object, name: str) -> str | None:

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import pluggy
@@ -13,8 +14,8 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.registry.discovery import Fault, load, new_manager, sources_of
-from hpctrain.registry.entry_points import ModuleSource
+from hpctrain.registry.discovery import Fault, import_from_here, new_manager, register, sources_of
+from hpctrain.registry.entry_points import ModuleSource, usable_module
 from hpctrain.registry.slots import SLOTS, Slot, table_class
 
 __all__ = ["build_registry"]
@@ -59,7 +60,8 @@ class Registry:
         for module in dict.fromkeys(source.module for source in sources):
             own = [source for source in self.waiting if source.module == module]  # one for each of its plugins
             self.waiting = [source for source in self.waiting if source.module != module]
-            why = load(self.manager, own[0])
+            loaded = usable_module(own[0], import_module if own[0].distribution else import_from_here)
+            why = loaded if isinstance(loaded, str) else register(self.manager, loaded, own[0].key)
             if why is not None:
                 self.faults += [Fault(source, "broken", why) for source in own]
                 continue

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
+from hpctrain.training.guard.memory import lack_of_memory
 
 LOG = logging.getLogger("hpctrain")
 
@@ -30,8 +31,6 @@ class CompiledLoss:
         try:
             return self._compiled(outputs, batch)
         except Exception as error:
-            from hpctrain.training.guard.memory import lack_of_memory
-
             if lack_of_memory(error) is not None:
                 raise
             found = self._spec.loss(outputs, batch)  # its own error tells more than the compiler's

@@ -29,15 +29,14 @@ from hpctrain.training.session import Session
 
 def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     """The checkpoints in the job's directory."""
-    table, world = job.checkpoint, world_group()
+    table = job.checkpoint
     behind = dist.new_group() if table.asynchronous else None  # a thread must not share the loop's group
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
     kept = table.keep_best
     best = None if kept is None else Best(kept.count, kept.metric, kept.mode == "max")
-    retention = Retention(table.keep, table.keep_every, best)
     return CheckpointStore(
-        job.output_dir.absolute() / CHECKPOINTS, parts.checkpoint, parts.formats, group=world, retention=retention,
-        background_group=behind, device=device,
+        job.output_dir.absolute() / CHECKPOINTS, parts.checkpoint, parts.formats, world_group(), background_group=behind,
+        retention=Retention(table.keep, table.keep_every, best), device=device,
     )  # fmt: skip
 
 

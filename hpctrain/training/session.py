@@ -22,6 +22,7 @@ from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.registry.life_cycle import LifeCycle
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
+from hpctrain.training.guard.memory import advice, lack_of_memory, shortage
 from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
@@ -44,8 +45,6 @@ def memory_explained(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        from hpctrain.training.guard.memory import advice, lack_of_memory, shortage  # a healthy run needs none of it
-
         lack = lack_of_memory(error)
         if lack is None:
             raise

@@ -382,7 +382,7 @@ def test_the_commands_take_a_stream() -> None:
         ("unseeded", {}, UsageError, r"gives other items each time, although .* seed its own generators \(set_epoch"),
         ("failing", {}, TrainingError, r"item \d+ of its iterator raised KeyError: 'no such row'\n  File .*flows.py.*in __iter"),
         ("flow", {"dataset": {"weights": "flows:weights"}}, UsageError, "weights: 'flows:flow' returned Flow, a stream, which"),
-        ("empty", {"evaluation": {"every_steps": 9}}, UsageError, "returned a stream that has no items; expected one at least"),
+        ("empty", {"evaluation": {"every_steps": 9}}, TrainingError, "no token or sample of the evaluated split has a label"),
     ],
 )  # fmt: skip
 def test_streams_that_can_not_be(name: str, changes: dict[str, Any], kind: type[HpctrainError], sentence: str) -> None:

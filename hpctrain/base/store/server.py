@@ -152,8 +152,7 @@ class StoreServer:
     ) -> None:
         self._secret, self._introduction = secret, introduction
         self._contents = Contents()
-        self.refused: list[str] = []
-        """Sentences about connections, from the begin on: there may be no log yet."""
+        self.refused: list[str] = []  # sentences about connections: there may be no log yet
         self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
         self._serving: set[asyncio.Task[None]] = set()
         self._most_unproven = _UNPROVEN + ranks

@@ -100,7 +100,8 @@ class Monitor(Watcher):
         overdue = self._overdue()
         if alarm is not None:
             self._look_into(alarm)
-        elif overdue and not self._is_debugged():
+        # somebody may sit in front of a single rank in a terminal or a notebook; a starter's has no input
+        elif overdue and (self.identity.size > 1 or not (os.isatty(0) or hasattr(sys, "ps1"))):
             self._end_if_still(overdue)
         elif self._is_long():
             why = f"the start takes longer than {self.limit * self._long:g} s"
@@ -132,10 +133,6 @@ class Monitor(Watcher):
     def wake(self) -> None:
         super().wake()
         self._heard = dict.fromkeys(self._heard, time.monotonic())
-
-    def _is_debugged(self) -> bool:
-        """Whether somebody may sit in front of this process: a single rank in a terminal or a notebook may wait."""
-        return self.identity.size == 1 and (os.isatty(0) or hasattr(sys, "ps1"))  # a starter's rank has no input
 
     def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):
