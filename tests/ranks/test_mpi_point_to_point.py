@@ -167,6 +167,19 @@ def test_a_receive_of_the_wrong_size_says_so(world):
     sending.wait()
 
 
+def test_a_receive_into_elements_that_share_memory_says_so_and_the_group_goes_on(world):
+    if world.rank == 0:
+        dist.send(torch.ones(6), 1)
+        dist.send(torch.full((2,), 7.0), 1)
+    elif world.rank == 1:
+        work = dist.irecv(torch.zeros(1).expand(6), 0)
+        with pytest.raises(hpctrain.mpi.CommunicationError, match="can't be written: .*more than one element"):
+            work.wait()
+        after = torch.zeros(2)
+        dist.recv(after, 0)
+        assert after.tolist() == [7.0, 7.0]
+
+
 def test_object_lists(world):
     if world.rank == 0:
         dist.send_object_list([{"a": 1}, "text"], 1)
