@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hpctrain.api import Field, Hook, LiveModel, Options, Piece, Plan, PluginState, Problem, hookimpl
 
@@ -77,10 +78,10 @@ class _Average:
             begin = (1 + updates) / (10 + updates) if self._options.warmup else 1.0
             self._take(min(begin, self._options.decay))
 
-    @torch.no_grad()
     def _take(self, decay: float) -> None:
-        for piece, own in zip(self._pieces, self._averages, strict=True):
-            own.mul_(decay).add_(piece.tensor, alpha=1 - decay)
+        weights = [p.tensor.detach().to(own.dtype) for p, own in zip(self._pieces, self._averages, strict=True)]
+        if weights:  # all at once, for a launch or two on a GPU; a rank may hold no piece
+            get_ema_multi_avg_fn(decay)(self._averages, weights, 0)
 
     @hookimpl
     def hpctrain_evaluation_start(self, model: LiveModel) -> None:
@@ -100,8 +101,7 @@ class _Average:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.to(dtype, copy=True)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 @hookimpl
