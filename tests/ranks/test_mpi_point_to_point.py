@@ -173,7 +173,7 @@ def test_a_receive_into_elements_that_share_memory_says_so_and_the_group_goes_on
         dist.send(torch.full((2,), 7.0), 1)
     elif world.rank == 1:
         work = dist.irecv(torch.zeros(1).expand(6), 0)
-        with pytest.raises(hpctrain.mpi.CommunicationError, match="can't be written: .*more than one element"):
+        with pytest.raises(hpctrain.mpi.CommunicationError, match=r"can't be written: .*more than one element"):
             work.wait()
         after = torch.zeros(2)
         dist.recv(after, 0)
