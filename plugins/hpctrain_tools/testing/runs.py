@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from hpctrain.job.tables import CheckpointTable
 from hpctrain_tools.testing.ranks import Request, starter
 from hpctrain_tools.testing.record import Record
 
@@ -81,9 +82,10 @@ class Runs:
 def shortened(tables: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a user's job for STEPS steps, with two evaluations and two saves."""
     kept = {name: table for name, table in tables.items() if name not in _LEFT_OUT}
+    keeping = [key for key in CheckpointTable.model_fields if key.startswith("keep")]
     small = {
         "job": {"steps": STEPS, "epochs": None, "output_dir": None},
-        "checkpoint": {"every_steps": MIDDLE, "every_epochs": None, "keep": 3, "keep_every": None, "keep_best": None},
+        "checkpoint": {"every_steps": MIDDLE, "every_epochs": None, **dict.fromkeys(keeping), "keep": 3},
     }
     if kept.get("evaluation"):
         small["evaluation"] = {"every_steps": MIDDLE, "every_epochs": None}
