@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
@@ -101,6 +102,7 @@ def here(name: str, steps: int) -> dict[int, float]:
                     device,
                     str(directory / "run"),
                 )
+                gc.freeze()  # else one collection of all that torch imports, 0.1 s, falls into one loop's steps
                 LOOPS[name](timed)
             found[batch] = 1e3 * timed.seconds / timed.steps
         if dist.is_initialized():
