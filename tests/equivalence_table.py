@@ -38,7 +38,7 @@ NOTES = """
 - **Cases**: a step at once or accumulated over micro batches, with and without activation checkpointing.
 - **bf16 and fp16** are compared with the float32 curve.
 - **"Tokens"** are batches by token budget, of samples of 1 to 8 tokens, compared with a loop that forwards each
-  sample alone.
+  sample alone. "Packed" ones lie in rows with others.
 """
 
 
