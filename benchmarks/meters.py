@@ -30,7 +30,7 @@ class Turns:
     """Lets the meters and the records of a run work in every second step."""
 
     def __init__(self) -> None:
-        self.is_on, self.ends, self.own = True, list[float](), list[float]()
+        self.is_on, self.ends, self.own = True, list[float](), [0.0]  # before the first step
         self._figures, self._row, self._traffic = Meters.figures, Meters.row, Traffic.take
         self._report: Any = Report.row
 
@@ -99,9 +99,9 @@ def main() -> None:
             shutil.rmtree(directory)
     if world.rank:
         return
-    seconds = [end - begin for begin, end in zip(turns.ends, turns.ends[1:], strict=False)][2:]
+    seconds = [end - begin for begin, end in zip(turns.ends, turns.ends[1:], strict=False)][1:]
     own = turns.own[3:]
-    # step by step: on, off, on, ...; the first of these is on
+    # step by step: on, off, on, ...; the first of these, the third step, is on
     pairs = [(seconds[i] / seconds[i + 1], own[i] / seconds[i]) for i in range(0, len(seconds) - 1, 2)]
     parts = [pairs[i * len(pairs) // PARTS : (i + 1) * len(pairs) // PARTS] for i in range(PARTS)]
     ratios = [statistics.median(ratio for ratio, _ in part) for part in parts]
