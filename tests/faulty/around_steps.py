@@ -12,6 +12,7 @@ from hpctrain.api import (
     Logger,
     LogWriter,
     Metric,
+    Profiler,
     RunningMetric,
     Scheduler,
     hookimpl,
@@ -141,6 +142,27 @@ class OpensNothing(Logger):
         return None
 
 
+# profile
+
+
+@planted("profile", "name", "costs a step nothing where nothing is recorded: .* returns hpctrain_phase_begin, hpctrain_step_end")
+class CountsEachStep(Profiler):
+    """Counts steps that nobody records."""
+
+    class made:  # noqa: N801
+        @hookimpl
+        def hpctrain_request(self): ...
+
+        @hookimpl
+        def hpctrain_phase_begin(self): ...
+
+        @hookimpl
+        def hpctrain_step_end(self): ...
+
+    def start(self):
+        return self.made()
+
+
 # scheduler
 
 
@@ -175,6 +197,11 @@ class StateOfItsOwn(_Scheduler):
 @hookimpl
 def hpctrain_hook():
     return of_slot("hook")
+
+
+@hookimpl
+def hpctrain_profile():
+    return of_slot("profile")
 
 
 @hookimpl

@@ -137,6 +137,26 @@ def test_imports_of_what_is_private_are_found(tmp_path: Path, monkeypatch: pytes
     ]
 
 
+def test_functions_that_every_job_would_call_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an installed package: a module that a job loads is wanted."""
+    (tmp_path / "counting.py").write_text(
+        "from hpctrain.api import Metric, hookimpl\n\n\nclass Counting(Metric):\n    'One.'\n    name = 'counting'\n"
+        "    def start(self): raise ValueError\n\n\n@hookimpl\ndef hpctrain_metric(): return [Counting]\n\n\n"
+        "@hookimpl\ndef hpctrain_step_end(): ...\n"
+    )
+    info = tmp_path / "counting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text('[hpctrain]\n"metric.counting" = counting\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    promise = "costs a job that doesn't choose it nothing"
+    found = find_broken_promises("metric.counting")
+    assert [one.found for one in found if one.promise == promise] == [
+        "counting has the function hpctrain_step_end, which each step of every job calls; expected a method of what a Hook's "
+        "start() returns"
+    ]
+
+
 def test_what_is_no_plugin_is_refused() -> None:
     with pytest.raises(UsageError, match="expected a subclass of a slot's contract"):
         check_plugin(dict)  # type: ignore[arg-type]

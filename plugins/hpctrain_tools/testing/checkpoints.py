@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State
-from hpctrain_tools.testing.descriptions import made
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.record import Record
 
 
 def examine_files(kit: Kit, records: Sequence[Record]) -> None:
     """Read the checkpoints of runs with the format itself; damage a file of the last one."""
-    plugin = made(kit)
+    plugin = kit.made()
     assert isinstance(plugin, CheckpointFormat)
     _snapshot(kit, plugin)
     last = None
@@ -72,15 +71,24 @@ def _compare(kit: Kit, plugin: CheckpointFormat, record: Record, directory: Path
 
 
 def _snapshot(kit: Kit, plugin: CheckpointFormat) -> None:
-    live = torch.arange(12.0).view(3, 4)
-    snapshot = plugin.writer().snapshot(State([Piece("model/kit", (3, 4), (0, 0), live)], {"step": 1}))
-    live.zero_()
-    if not torch.equal(snapshot.pieces[0].tensor, torch.arange(12.0).view(3, 4)):
-        kit.breaks("a snapshot is a copy", "training changed the snapshot that was being written")
+    """Two saves of one run: each snapshot is a copy, of the values at its time, however they have changed."""
+    live, writer = torch.arange(12.0).view(3, 4), plugin.writer()
+    for save in range(2):
+        snapshot = writer.snapshot(State([Piece("model/kit", (3, 4), (0, 0), live)], {"step": save}))
+        before = live.clone()
+        live.numpy()[:] += 1  # as some programs do, and batch norms, without torch's count of changes
+        if not torch.equal(snapshot.pieces[0].tensor, before):
+            kit.breaks("a snapshot is a copy", f"that of save {save + 1} has other values than there were")
 
 
 def _damage(kit: Kit, plugin: CheckpointFormat, record: Record, directory: Path) -> None:
-    """Each file in turn loses its second half, or is missing: `verify` tells it, unless nothing that it held was needed."""
+    """Each file in turn loses its second half, or is missing: `verify` tells it, unless nothing that it held was needed. It tells a
+    file that is none of the checkpoint's, too."""
+    stranger = directory.parent / "with-a-stranger"
+    shutil.copytree(directory, stranger)
+    (stranger / "stranger.bin").write_bytes(b"stranger")
+    if not plugin.verify(stranger):
+        kit.breaks("finds damage", "verify found nothing where a file was that doesn't belong to the checkpoint")
     files = [one for one in sorted(directory.rglob("*")) if one.is_file()]
     for number, path in enumerate(files):
         for how in ("cut in half", "missing"):

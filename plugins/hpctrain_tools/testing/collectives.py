@@ -10,23 +10,43 @@ from torch import Tensor
 
 # elements for each rank: one, an odd number, and more than a small message
 _SIZES = (1, 7, 5000)
-_DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+# by dtype, a factor whose last bit no narrower one has
+_DTYPES = {torch.float32: 1 + 2**-14, torch.float64: 1 + 2**-42, torch.int64: 2**50 + 1, torch.bfloat16: 1}
 
 
 def wrong_collectives(device: torch.device) -> list[str]:
-    """Sentences about operations over all ranks that gave other numbers than they must, or failed. Collective."""
-    if dist.get_world_size() == 1:
+    """Sentences about operations over all ranks, and over some, that gave other numbers than they must, or failed. Collective."""
+    size = dist.get_world_size()
+    if size == 1:
         return []
-    return [one for dtype in _DTYPES for each in _SIZES for one in _Trial(device, dtype, each).wrong()]
+    wrong = [one for dtype in _DTYPES for each in _SIZES for one in _Trial(device, dtype, each).wrong()]
+    return wrong + [one for ranks in _pairs(size) for one in _wrong_among(ranks, device)]
+
+
+def _pairs(size: int) -> list[tuple[int, int]]:
+    """Groups of one size with different members: neighbours, and the first rank with the last."""
+    return list(dict.fromkeys([*((one, one + 1) for one in range(size - 1)), (0, size - 1)]))
+
+
+def _wrong_among(ranks: tuple[int, int], device: torch.device) -> list[str]:
+    """A sentence if the sum over a group of some ranks is wrong. Collective over all."""
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks:
+        return []
+    found = torch.tensor([float(2 ** dist.get_rank())], device=device)
+    dist.all_reduce(found, group=group)
+    wanted = sum(2.0**rank for rank in ranks)
+    told = f"all_reduce over a group of the ranks {ranks[0]} and {ranks[1]} gave {float(found):g}, expected {wanted:g}"
+    return [] if float(found) == wanted else [told]
 
 
 class _Trial:
-    """Each operation once, on small whole numbers, which every dtype adds exactly in any order."""
+    """Each operation once, on small multiples of a number, which its dtype adds exactly in any order."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, each: int) -> None:
         """each: elements for each rank."""
         self._rank, self._size, self._each = dist.get_rank(), dist.get_world_size(), each
-        self._base = (torch.arange(each * self._size, device=device) % 5 + 1).to(dtype)
+        self._base = (torch.arange(each * self._size, device=device) % 5 + 1).to(dtype) * _DTYPES[dtype]
         self._factors = [one % 3 + 1 for one in range(self._size)]
         self._share = slice(self._rank * each, (self._rank + 1) * each)
 
@@ -42,8 +62,8 @@ class _Trial:
             if wrong:
                 place, dtype = wrong[0], str(wanted.dtype).removeprefix("torch.")
                 yield (
-                    f"{name} of {wanted.numel()} elements of {dtype} gave {float(found[place]):g} as element {place} on rank "
-                    f"{self._rank} of {self._size}, expected {float(wanted[place]):g}"
+                    f"{name} of {wanted.numel()} elements of {dtype} gave {float(found[place]):.17g} as element {place} on rank "
+                    f"{self._rank} of {self._size}, expected {float(wanted[place]):.17g}"
                 )
 
     def mine(self, rank: int | None = None) -> Tensor:

@@ -12,10 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Control, Field, Hook, Job, LiveModel, Options, gather_values, hookimpl
+from hpctrain.api import (
+    Control,
+    Field,
+    Hook,
+    Job,
+    LiveModel,
+    Membership,
+    Options,
+    PluginState,
+    gather_values,
+    hookimpl,
+)
 from hpctrain.base.torch_private import versions
 from hpctrain.contracts.model import tensors_in
+from hpctrain.registry.discovery import new_manager, register
 from hpctrain_tools.testing.collectives import wrong_collectives
+from hpctrain_tools.testing.kept import Kept
 
 DIRECTORY = "record"
 """The directory of a file for each step, which rank 0 writes; beside the run's."""
@@ -30,6 +43,14 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "set_num_threads": torch.get_num_threads,
 }
+_OF_STEPS = {"hpctrain_phase_begin", "hpctrain_phase_end", "hpctrain_outputs", "hpctrain_step_end"}
+# a profiler may turn it on for a window
+_SETTINGS_AT_END: dict[str, Callable[[], object]] = {
+    **_SETTINGS,
+    "autograd.set_detect_anomaly": torch.is_anomaly_enabled,
+    "set_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
+    "set_autocast_cache_enabled": torch.is_autocast_cache_enabled,
+}
 
 
 class RecorderOptions(Options):
@@ -42,6 +63,8 @@ class RecorderOptions(Options):
         default=0.0, ge=0, description="the share by which parameters are changed before the first step"
     )
     collectives: bool = Field(default=False, description="whether the operations of the communicator are tried, too")
+    keeps: bool = Field(default=False, description="whether checkpoints get tensors and values of many types besides")
+    leaves: bool = Field(default=False, description="whether parts that join the run must leave it")
 
 
 class Recorder(Hook):
@@ -62,17 +85,51 @@ class _Recording:
         self._options, self._diverges, self._directory = options, options.diverges, Path()
         # promises that do not hold on this rank, and what was found
         self._notes: list[tuple[str, str]] = []
-        # whether a forward has drawn random numbers
-        self._draws = False
+        # whether a forward has drawn random numbers; the states of the generator behind such forwards, and in which step
+        self._draws, self._states = False, dict[int, int]()
+        # the parts that have joined the run
+        self._parts: list[object] = []
+        self._kept = Kept() if options.keeps else None
+        self._step = 0
         # the parameters before the evaluation
         self._before: dict[str, Tensor] = {}
         self._settings: dict[str, object] = {}
 
     @hookimpl
-    def hpctrain_job_start(self, job: Job, step: int, model: LiveModel) -> None:
-        self._directory = job.output_dir.parent / DIRECTORY
+    def hpctrain_state(self) -> PluginState | None:
+        return None if self._kept is None else self._kept.state(dist.get_rank(), dist.get_world_size())
+
+    @hookimpl(wrapper=True)
+    def hpctrain_job_start(
+        self, job: Job, step: int, model: LiveModel, membership: Membership
+    ) -> Generator[None, object, object]:
+        self._watch(membership)
+        self._settings = {name: setting() for name, setting in _SETTINGS_AT_END.items()}
+        found = yield
+        self._begin(job, step, model)
+        return found
+
+    def _watch(self, membership: Any) -> None:
+        """Note the parts that join and leave."""
+        join, leave = membership.join, membership.leave
+
+        def joins(part: object, after: int = 0) -> None:
+            self._parts += [] if after else [part]  # later, it is called again
+            join(part, after)
+
+        def leaves(part: object) -> None:
+            self._parts.remove(part)
+            leave(part)
+
+        membership.join, membership.leave = joins, leaves
+
+    def _begin(self, job: Job, step: int, model: LiveModel) -> None:
+        self._directory, self._step = job.output_dir.parent / DIRECTORY, step
         self._directory.mkdir(exist_ok=True)
-        self._settings = {name: setting() for name, setting in _SETTINGS.items()}
+        if self._kept is not None and step:
+            self._notes += [("restores what a plugin has saved", f"restored {one}") for one in self._kept.wrong()]
+        elif self._kept is not None:
+            self._kept.fill()
         if self._options.still:
             for module in model.module.modules():
                 if isinstance(module, _Dropout):
@@ -90,10 +147,13 @@ class _Recording:
             self._write(step, {} if step else {"parameters": values})
 
     @hookimpl(wrapper=True)
-    def hpctrain_outputs(self, batch: Any, outputs: Any) -> Generator[None, object, object]:
+    def hpctrain_outputs(self, step: int, batch: Any, outputs: Any) -> Generator[None, object, object]:
         # every micro batch is seeded: who draws has moved on
-        fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
-        self._draws = self._draws or not torch.equal(torch.get_rng_state(), fresh)
+        fresh, state = torch.Generator().manual_seed(torch.initial_seed()).get_state(), torch.get_rng_state()
+        if not torch.equal(state, fresh):
+            self._draws = True
+            if self._states.setdefault(_checksum(state), step) != step:
+                self._note("forwards draw other numbers in each step", "let two steps draw the same random numbers")
         tensors = [one for one in tensors_in((outputs, batch)) if not one.is_inference()]
         before = versions(tensors)
         found = yield
@@ -113,6 +173,8 @@ class _Recording:
         if not model.module.training:
             self._note("leaves the model in training mode", "left the module in evaluation mode")
         kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}
+        kept["buffers"] = {name: one.detach().cpu().clone() for name, one in model.module.named_buffers()}
+        self._step = step
         if not self._diverges:
             kept["parameters"] = self._values(model)
         self._write(step, kept)
@@ -149,6 +211,18 @@ class _Recording:
                     "an evaluation gives the same on all ranks", f"gave {other} on rank {rank}, {everyone[0]} on rank 0"
                 )
         self._write(step, {"evaluation": dict(metrics)})
+
+    @hookimpl(wrapper=True)
+    def hpctrain_job_end(self) -> Generator[None, object, object]:
+        found = yield
+        for name, setting in _SETTINGS_AT_END.items():
+            if setting() != self._settings[name]:
+                self._note("leaves torch's settings alone", f"left torch.{name}({setting()}) behind")
+        staying = [hook for part in self._parts for hook in hooks_of_steps(part)] if self._options.leaves else []
+        if staying:
+            self._note("leaves the run when its window is over", f"still has {staying[0]} called at the run's end")
+        self._write(self._step, {})
+        return found
 
     def _values(self, model: LiveModel) -> dict[str, Tensor]:
         """The full parameters; notes what the module has besides, and replicas that differ. Collective."""
@@ -193,6 +267,13 @@ class _Recording:
             kept["notes"] = [*before.get("notes", []), *notes]
             kept["draws"] = self._draws
             torch.save({**before, **kept}, path)
+
+
+def hooks_of_steps(part: object) -> list[str]:
+    """The hooks of a module or an object that each step calls: these cost a run something in each of its steps."""
+    manager = new_manager()
+    register(manager, part, "kit")
+    return sorted({caller.name for caller in manager.get_hookcallers(part) or ()} & _OF_STEPS)
 
 
 def _nudge(model: LiveModel, share: float) -> None:

@@ -52,6 +52,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "model": {key: value for key, value in JOB["model"].items() if key != "name"},
     "dataset": {"samples": 60, "validation_samples": 13},
     "optimizer": {"lr": 0.05},
+    "profile": {"wait": 1, "record": 2},
 }
 
 
@@ -175,10 +176,14 @@ def _first_label() -> int:
     return int(Rows(1, 1)[0]["labels"][-1])
 
 
+def usual_options(slot: str, plugin: type[Plugin]) -> dict[str, Any]:
+    """The options that the kit's job gives a plugin, if it has them."""
+    return {key: value for key, value in _USUAL.get(slot, {}).items() if key in plugin.Options.model_fields}
+
+
 def placed(slot: str, plugin: type[Plugin], options: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a job that chooses the plugin, with its usual options and `options`."""
-    usual = {key: value for key, value in _USUAL.get(slot, {}).items() if key in plugin.Options.model_fields}
-    table = {**usual, **options}
+    table = {**usual_options(slot, plugin), **options}
     if slot == "parallelism":
         return {slot: {plugin.name: {"size": 2, **table} if table else 2}}
     if slot == "pipeline_schedule":

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from hpctrain.api import Plugin
 from hpctrain.base.errors import EXIT_USAGE
 from hpctrain.base.safe_files import scratch_directory
 from hpctrain.registry.slots import SLOTS
-from hpctrain_tools.testing.jobs import JOB, placed
+from hpctrain_tools.testing.jobs import JOB, placed, usual_options
 from hpctrain_tools.testing.record import CLOSE, Record, first_difference
 from hpctrain_tools.testing.runs import Layout, Runs, merged
 
@@ -70,6 +72,36 @@ class Kit:
         self.findings: list[Finding] = []
         self.directory, self._runs = directory, Runs(directory)
 
+    def made(self, **others: Any) -> Any:
+        """The plugin with the options of the kit's job. others: in place of those."""
+        known = self.plugin.Options.model_fields
+        given = {**usual_options(self.slot, self.plugin), **self.options, **others}
+        return self.plugin(self.plugin.Options(**{key: value for key, value in given.items() if key in known}))
+
+    def varied(self) -> Iterator[tuple[str, Any]]:
+        """Each option with a number, a flag or a choice, and another value that the plugin takes for it."""
+        for key, now in dict(self.made().options).items():
+            others: list[Any] = [
+                one for one in get_args(self.plugin.Options.model_fields[key].annotation) if one != now
+            ]
+            if isinstance(now, bool):
+                others = [not now]
+            elif isinstance(now, (int, float)):
+                others = [now + 1, now / 2 if isinstance(now, float) else now - 1]
+            for other in others:
+                try:
+                    self.made(**{key: other})
+                except (ValidationError, TypeError):
+                    continue
+                yield key, other
+                break
+
+    def others(self) -> dict[str, Any]:
+        """Tables of another job with the plugin: other options, another seed and another rate."""
+        tables = placed(self.slot, self.plugin, {**self.options, **dict(self.varied())})
+        of_job = {"job": {"seed": self.job["job"]["seed"] + 1}, "optimizer": {"clip_norm": 0.7}}
+        return merged(of_job, tables)
+
     def breaks(self, promise: str, found: str) -> None:
         """Note a finding, once."""
         finding = Finding(self.plugin.name, self.slot, promise, found)
@@ -79,17 +111,26 @@ class Kit:
             raise EnoughError
 
     def train(
-        self, *tables: Mapping[str, Any], layout: Layout | None = None, then: Layout | None = None, own: bool = True
+        self,
+        *tables: Mapping[str, Any],
+        layout: Layout | None = None,
+        then: Layout | None = None,
+        own: bool = True,
+        behind: Mapping[str, Any] | None = None,
     ) -> Record:
-        """A run of the job with the plugin in it, or without. then: it is ended in the middle, and goes on so."""
+        """A run of the job with the plugin in it, or without. then: it is ended in the middle, and goes on so. behind: tables of
+        another job that the process runs before, which need not succeed."""
         used = merged(self.job, *([self.tables] if own else []), *tables)
         options = {
             "diverges": bool(getattr(self.plugin, "ranks_diverge", False)),
             "collectives": self.slot == "communicator",
+            "keeps": self.slot == "checkpoint",
+            "leaves": self.slot == "profile",
         }
         if own:
             used["plugins"] = {"load": [*self.modules]}
-        return (self._runs if own else _runs_without()).train(used, layout or Layout(1), then, options)
+        before = None if behind is None else merged(used, behind)
+        return (self._runs if own else _runs_without()).train(used, layout or Layout(1), then, options, before)
 
     def expect(
         self, promise: str, found: Record, expected: Record | None = None, tolerance: float = CLOSE, where: str = "",

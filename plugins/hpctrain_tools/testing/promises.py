@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,19 +10,21 @@ import torch
 
 from hpctrain.base.errors import EXIT_USAGE
 from hpctrain_tools.testing.checkpoints import examine_files
-from hpctrain_tools.testing.descriptions import PROMISES as OF_DESCRIPTIONS
 from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADFAST, STEADY, STUMBLING
 from hpctrain_tools.testing.kit import Kit
+from hpctrain_tools.testing.methods import PROMISES as OF_METHODS
 from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
 from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, merged
 
-TRAINS, AGAIN, RESUMED, BACK = (
+TRAINS, AGAIN, BEHIND, RESUMED, BACK = (
     "trains as one process does",
     "trains alike twice",
+    "trains alike in another process, behind another job",
     "goes on after a resume as if nothing had been",
     "goes back to a checkpoint as if the steps after it had not been",
 )
 _LOSSES = ("row", "evaluation")
+_ALL = ("row", "gradients", "parameters", "evaluation")
 # tables of batches by tokens, of samples of several lengths
 _TOKENS: dict[str, Any] = {
     "dataset": {"name": "synthetic", "samples": 60, "validation_samples": 13, "min_length": 2},
@@ -31,7 +34,7 @@ _TOKENS: dict[str, Any] = {
 
 def examine(kit: Kit) -> None:
     """Examine what the plugin promises; the kit has the findings."""
-    for promise in (OF_DESCRIPTIONS.get(kit.slot), _PROMISES.get(kit.slot)):
+    for promise in (OF_METHODS.get(kit.slot), _PROMISES.get(kit.slot)):
         if promise is not None:
             promise(kit)
 
@@ -40,6 +43,18 @@ def _layouts(kit: Kit, *stages: int) -> Iterator[Layout]:
     """Each number of ranks, with each of the stages in turn."""
     for place, ranks in enumerate(one for one in kit.ranks if one > 1):
         yield Layout(ranks, {"sharding": {"stage": stages[place % len(stages)]}} if stages else {})
+
+
+def _two_axes(kit: Kit, whole: Record, tolerance: float = CLOSE, what: tuple[str, ...] = _ALL, **tables: Any) -> None:
+    """A second axis beside the data's, of the same size: groups are not the ranks of the job."""
+    layout = Layout(4, {"parallelism": {"tensor": 2}, **tables})
+    if max(kit.ranks) > 1:
+        kit.expect(TRAINS, kit.train(layout=layout), whole, tolerance, str(layout), what)
+
+
+def _behind_another(kit: Kit, whole: Record, *tables: Mapping[str, Any], what: tuple[str, ...] = _ALL) -> None:
+    """What another job has left in the process, and the process itself, such as the hashes of its texts."""
+    kit.expect(BEHIND, kit.train(*tables, behind=kit.others()), whole, EXACT, what=what)
 
 
 def _begins(kit: Kit, *tables: Mapping[str, Any]) -> Record | None:
@@ -76,6 +91,7 @@ def _alone(kit: Kit, *others: int, tables: tuple[Mapping[str, Any], ...] = ()) -
     _resumed(kit, whole, Layout(1), Layout(1), EXACT, *tables)
     if layouts:
         _resumed(kit, whole, layouts[0], layouts[-1], CLOSE, *tables)
+    _behind_another(kit, whole, *tables)
 
 
 def _goes_back(kit: Kit, *layouts: Layout) -> None:
@@ -116,6 +132,7 @@ def _optimizer(kit: Kit) -> None:
         kit.expect(
             TRAINS, kit.train(ODD, layout=layout), odd, where=f"{layout}, a model with tied and unused parameters"
         )
+    _two_axes(kit, whole, sharding={"stage": 1})
     _goes_back(kit, Layout(1), *[*_layouts(kit, 2)][:1])
 
 
@@ -125,6 +142,7 @@ def _schedule(kit: Kit) -> None:
         _resumed(kit, whole, Layout(1), Layout(1), EXACT)
         for layout in [*_layouts(kit, 1)][:1]:
             kit.expect(TRAINS, kit.train(layout=layout), whole, where=str(layout))
+        _behind_another(kit, whole)
 
 
 def _in_place(kit: Kit, layouts: list[Layout], tolerance: float, what: tuple[str, ...] = (*_LOSSES, "parameters", "gradients"),
@@ -157,6 +175,7 @@ def _parallelism(kit: Kit) -> None:
         CLOSE,
         f"{own[0]}, a model with tied parameters",
     )
+    kit.expect("trains the kit's job", kit.train(ODD, layout=own[0]), where=f"{own[0]}, a model with dropout")
     _resumed(kit, whole, own[0], own[0])
     _resumed(kit, whole, own[0], own[1])
 
@@ -179,6 +198,9 @@ def _sharding(kit: Kit) -> None:
             kit.expect(RESUMED, resumed, found, EXACT, str(layout), _LOSSES)
         return
     _in_place(kit, layouts, CLOSE)
+    whole = kit.train(own=False)
+    _two_axes(kit, whole)
+    _behind_another(kit, whole)
     _goes_back(kit, layouts[-1])
 
 
@@ -195,6 +217,8 @@ def _precision(kit: Kit) -> None:
     for layout in _layouts(kit, 0, 3):
         kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE if wide else ALIKE, str(layout), _LOSSES)
         _resumed(kit, kit.train(layout=layout), layout, layout, EXACT)
+    _two_axes(kit, whole, CLOSE if wide else ALIKE, _LOSSES)
+    _behind_another(kit, whole)
     kit.expect("trains the kit's job", kit.train(ODD))
 
 
@@ -203,37 +227,49 @@ def _agree(one: Record, other: Record) -> bool:
 
 
 def _activation_checkpointing(kit: Kit) -> None:
-    _in_place(kit, [Layout(1), *_layouts(kit, 3, 2)], CLOSE)
+    layouts = [Layout(1), *_layouts(kit, 3, 2)]
+    _in_place(kit, layouts, CLOSE)
+    whole = kit.train(own=False)
+    for layout in layouts[:2]:  # what forwards leave in buffers follows from the layout
+        kept = kit.train(STEADY, layout=layout, own=False)
+        where = f"{layout}, a model whose forwards change a buffer"
+        kit.expect(TRAINS, kit.train(STEADY, layout=layout), kept, where=where, what=("buffers",))
+    _two_axes(kit, whole)
+    _behind_another(kit, whole)
 
 
 def _compression(kit: Kit) -> None:
     free = {"optimizer": {"clip_norm": 1e6}}  # a clipped gradient doesn't show its size
-    whole, shares = kit.train(free, own=False), list[float]()
-    for layout in _layouts(kit, 0, 2):
+    whole, shares = kit.train(free, own=False), dict[str, float]()
+    layouts = [*_layouts(kit, 0, 2)]
+    for layout in [*layouts, *[Layout(2, {"sharding": {"stage": 3}})][: len(layouts)]]:
         found = kit.train(free, layout=layout)
+        if found.code == EXIT_USAGE:
+            continue
         if kit.expect("trains the kit's job", found, where=str(layout)):
-            shares.append(_share_sent(found, whole))
+            shares[str(layout)] = _share_sent(found, whole)
             if abs(found.loss - whole.loss) > 0.1 * abs(whole.loss):
                 told = f"on {layout}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it"
                 kit.breaks("learns what a job without it learns", told)
             _resumed(kit, found, layout, layout, EXACT, free)
-        spiked, plain = (kit.train(SPIKING, layout=layout, own=one) for one in (True, False))
-        both = [step for step in plain.steps if step in spiked.steps]
-        taken = [step for step in both if _skipped(plain, step) != _skipped(spiked, step)]
-        if spiked.code != 0 or taken:
-            how = (
-                f"took the update of step {taken[0]}, whose gradient is infinite on one rank"
-                if taken
-                else spiked.ending
-            )
-            kit.breaks("its sum is not finite where a gradient is not", f"on {layout}, it {how}")
+        _takes_no_infinity(kit, layout)
         _goes_back(kit, layout)
     # a compression may send other numbers than the sums, but of more ranks not less by the factor that a mean would have
-    if shares and not (min(shares) > 0.3 and max(shares) < 1.5 and shares[-1] > 0.7 * shares[0]):
-        by_layout = ", ".join(
-            f"{share:.2f} on {layout}" for share, layout in zip(shares, _layouts(kit, 0, 2), strict=False)
-        )
+    sent = [*shares.values()]
+    if sent and not (min(sent) > 0.3 and max(sent) < 1.5 and min(sent) > 0.7 * sent[0]):
+        by_layout = ", ".join(f"{share:.2f} on {layout}" for layout, share in shares.items())
         kit.breaks("its sum is that of the gradients, nearly", f"the numbers that it sent, of the sums: {by_layout}")
+
+
+def _takes_no_infinity(kit: Kit, layout: Layout) -> None:
+    spiked, plain = (kit.train(SPIKING, layout=layout, own=one) for one in (True, False))
+    both = [step for step in plain.steps if step in spiked.steps]
+    taken = [step for step in both if _skipped(plain, step) != _skipped(spiked, step)]
+    if spiked.code != 0 or taken:
+        how = spiked.ending
+        if taken:
+            how = f"took the update of step {taken[0]}, whose gradient is infinite on one rank"
+        kit.breaks("its sum is not finite where a gradient is not", f"on {layout}, it {how}")
 
 
 def _share_sent(found: Record, whole: Record) -> float:
@@ -265,6 +301,7 @@ def _checkpoint(kit: Kit) -> None:
             _resumed(kit, whole, layout, then, CLOSE, tables)
     odd = kit.train(ODD, own=False)
     _resumed(kit, odd, layouts[-1], layouts[0], CLOSE, ODD)
+    _behind_another(kit, whole)
     examine_files(kit, [kit.train(), kit.train(beside), kit.train(layout=layouts[-1])])
 
 
@@ -273,6 +310,8 @@ def _communicator(kit: Kit) -> None:
     _in_place(kit, layouts, CLOSE, models=({},))
     tables = {"parallelism": {"pipeline": 2}}
     kit.expect(TRAINS, kit.train(tables, layout=Layout(2)), kit.train(own=False), CLOSE, "a pipeline of 2 ranks")
+    _two_axes(kit, kit.train(own=False))
+    _behind_another(kit, kit.train(own=False))
 
 
 def _logger(kit: Kit) -> None:
@@ -283,6 +322,7 @@ def _logger(kit: Kit) -> None:
         if "gets no more rows" in found.screen:
             line = next(one for one in found.screen.splitlines() if "gets no more rows" in one)
             kit.breaks("takes each row", f"on {layout}, {line}")
+    _behind_another(kit, whole)
     _resumed(kit, whole, Layout(1), Layout(1), EXACT)
 
 
@@ -290,13 +330,33 @@ def _hook(kit: Kit) -> None:
     whole = _begins(kit)
     if whole is None:
         return
+    again, plain = kit.train({"job": {"name": "again"}}), kit.train(own=False)
     for layout in _layouts(kit, 1, 3):
-        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE, str(layout))
+        found = kit.train(layout=layout)
+        if kit.expect(TRAINS, found, whole, CLOSE, str(layout)) and (key := _other_figure(found, whole, again, plain)):
+            kit.breaks("reports the same figures on each layout", f"on {layout}, {key}")
+    _two_axes(kit, whole, sharding={"stage": 1})
     if max(whole.steps) == STEPS:
+        _behind_another(kit, whole)
         _goes_back(kit, Layout(1))
         _resumed(kit, whole, Layout(1), Layout(1), EXACT)
         for layout in [*_layouts(kit, 1)][:1]:
             _resumed(kit, whole, layout, Layout(1), CLOSE)
+
+
+def _other_figure(found: Record, whole: Record, again: Record, plain: Record) -> str:
+    """A figure that a hook adds to rows and that differs between two layouts, though it is the same in two runs on one; "" for
+    none."""
+    for step, kept in whole.steps.items():
+        row, other, of_layout, usual = (
+            one.get("row", {})
+            for one in (kept, again.steps[step], found.steps.get(step, {}), plain.steps.get(step, {}))
+        )
+        added = [key for key in row if key not in usual]
+        for key in (one for one in added if isinstance(row[one], float) and other.get(one) == row[one]):
+            if not math.isclose(of_layout.get(key, math.nan), row[key], rel_tol=CLOSE):
+                return f"{key} at step {step} is {of_layout.get(key)}, expected {row[key]:.6g}"
+    return ""
 
 
 def _metric(kit: Kit) -> None:
@@ -317,6 +377,8 @@ def _metric(kit: Kit) -> None:
     )
     for layout in _layouts(kit, 0, 3):
         kit.expect("measures as one process does", kit.train(layout=layout), whole, CLOSE, str(layout))
+    _two_axes(kit, whole)
+    _behind_another(kit, whole)
     _resumed(kit, whole, Layout(1), Layout(1), EXACT)
 
 
@@ -324,6 +386,7 @@ def _profile(kit: Kit) -> None:
     whole = kit.train(own=False)
     for layout in (Layout(1), *_layouts(kit, 0)):
         kit.expect("changes nothing of a training", kit.train(layout=layout), whole, CLOSE, str(layout))
+    _behind_another(kit, whole)
 
 
 _PROMISES: dict[str, Callable[[Kit], None]] = {

@@ -25,7 +25,7 @@ _RAISED = re.compile(r"^((?:\w[\w.]*(?:Error|Exception)\b|job\.toml).*)", re.MUL
 
 @dataclass
 class Record:
-    """A run. code: its exit code. steps: by number what was kept: "row", "gradients", "parameters", "evaluation"."""
+    """A run. code: its exit code. steps: by number what was kept: "row", "gradients", "parameters", "buffers", "evaluation"."""
 
     code: int
     screen: str
@@ -170,7 +170,7 @@ def _noise(record: Record) -> set[str]:
 def _differences(
     found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, what: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
-    order = ("row", "gradients", "parameters", "evaluation")
+    order = ("row", "gradients", "parameters", "buffers", "evaluation")
     for kind in (one for one in order if one in what and one in expected and one in found):
         if kind in ("row", "evaluation"):
             yield from _numbers(found[kind], expected[kind], tolerance)

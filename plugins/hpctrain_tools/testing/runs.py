@@ -14,6 +14,7 @@ import tomli_w
 from hpctrain.job.tables import CheckpointTable
 from hpctrain_tools.testing.ranks import Request, starter
 from hpctrain_tools.testing.record import Record
+from hpctrain_tools.testing.twice import run_behind_another
 
 STEPS = 8
 """Optimizer steps of a run."""
@@ -54,14 +55,18 @@ class Runs:
         layout: Layout,
         then: Layout | None = None,
         options: Mapping[str, Any] | None = None,
+        before: Mapping[str, Any] | None = None,
     ) -> Record:
-        """The run of a job on `layout`. then: it is ended in the middle, and goes on so. options: of the hook `record`."""
+        """The run of a job on `layout`. then: it is ended in the middle, and goes on so. options: of the hook `record`. before: the
+        job that a new process runs first, on one rank."""
         after = None if then is None else [then.ranks, then.tables]
-        words = json.dumps([tables, layout.ranks, layout.tables, after, options], sort_keys=True)
+        words = json.dumps([tables, layout.ranks, layout.tables, after, options, before], sort_keys=True)
         if words not in self._kept:
             place = self.directory / f"{len(self._kept):03}"
             place.mkdir()
             told = dict(options or {})
+            if before is not None:
+                self._write(place / "before.toml", before, {"name": "before", "output_dir": str(place / "before")})
             code, screen = self._run(
                 place, merged(tables, layout.tables), layout.ranks, {**told, "stop": MIDDLE if then else 0}
             )
@@ -71,12 +76,21 @@ class Runs:
         return self._kept[words]
 
     def _run(self, place: Path, tables: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) -> tuple[int, str]:
-        whole = merged(tables, {"job": {"output_dir": str(place / "out")}})
-        whole["hook"] = [*whole.get("hook", []), {"name": "record", **options}]
-        whole = {name: without_unset(table) if isinstance(table, dict) else table for name, table in whole.items()}
-        (place / "job.toml").write_text(tomli_w.dumps(whole))
+        recorded = {**tables, "hook": [*tables.get("hook", []), {"name": "record", **options}]}
+        self._write(place / "job.toml", recorded, {"output_dir": str(place / "out")})
+        if (place / "before.toml").exists():
+            return run_behind_another(place, self._seconds)
         here = self._here or place
         return starter().run(Request(str(place), str(here), ranks, tuple(sys.path), self._seconds, self._program))
+
+    @staticmethod
+    def _write(path: Path, tables: Mapping[str, Any], of_job: Mapping[str, Any]) -> None:
+        whole = merged(tables, {"job": of_job})
+        path.write_text(
+            tomli_w.dumps(
+                {name: without_unset(table) if isinstance(table, dict) else table for name, table in whole.items()}
+            )
+        )
 
 
 def shortened(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,316 @@
+"""Promises of a plugin's methods that need no run: which are pure, and which do what they say when the kit calls them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.api import (
+    Dataset,
+    DatasetContext,
+    EnvironmentUnfitError,
+    JobState,
+    Launch,
+    Logger,
+    MatrixOptimizer,
+    ModelSpec,
+    Optimizer,
+    Precision,
+    Profiler,
+    Schedule,
+    Scheduler,
+    Stream,
+    SubmittedRun,
+    UsageError,
+)
+from hpctrain.data.batches import snapshot
+from hpctrain.model.parameters import build_optimizer
+from hpctrain.model.trials import updates_parts_alike
+from hpctrain_tools.testing.hook import hooks_of_steps
+from hpctrain_tools.testing.jobs import JOB, LENGTH, VOCABULARY
+from hpctrain_tools.testing.kit import Kit
+from hpctrain_tools.testing.runs import STEPS
+
+# scalers try a larger scale every 2000 updates
+_UPDATES = 2100
+_WORDS = get_args(get_type_hints(JobState)["word"])
+# relative to the largest change of a parameter
+_CLOSE = 1e-4
+# seconds in which a logger's thread has written a few rows
+_CALM = 0.5
+# what a script may start ranks with, and what it may tell its scheduler
+_STARTERS = ("hpctrain", "mpiexec", "mpirun", "srun", "flux", "jsrun", "aprun", "prun")
+_ORDERS = ("sbatch", "scontrol", "qsub", "bsub", "tsp", "sleep")
+
+
+def _model(kit: Kit) -> None:
+    plugin = kit.made()
+    assert isinstance(plugin, ModelSpec)
+    with torch.device("meta"):
+        module = plugin.build()
+    blocks, inner = plugin.blocks(module), list(module.modules())
+    if any(all(block is not one for one in inner) for block in blocks):
+        kit.breaks("gives blocks of the module", "a block is no part of the module that blocks() is given")
+    elif len({id(one) for block in blocks for one in block.modules()}) < sum(len([*one.modules()]) for one in blocks):
+        kit.breaks("gives blocks of the module", "a block is there twice, or in another one")
+
+
+def _dataset(kit: Kit) -> None:
+    """Options that change samples change the fingerprint, by which a resume knows its data."""
+    context = DatasetContext(LENGTH, VOCABULARY, JOB["job"]["seed"])
+    with suppress(Exception):  # it may need files, or other numbers: its runs tell
+        first, print_ = _samples(kit.made(), context)
+        if _samples(kit.made(), context)[0] != first:
+            return  # it draws
+        for key, other in kit.varied():
+            with suppress(Exception):
+                samples, other_print = _samples(kit.made(**{key: other}), context)
+                if samples != first and other_print == print_:
+                    kit.breaks("its fingerprint differs where a sample does", f"with {key} = {other} it is the same")
+
+
+def _samples(plugin: Dataset, context: DatasetContext) -> tuple[object, str]:
+    """A few samples, and the fingerprint."""
+    source = plugin.open("train", context)
+    assert source is not None
+    items = [one for one, _ in zip(iter(source), range(3), strict=False)] if isinstance(source, Stream) else [source[0]]
+    return [snapshot(item) for item in items], source.fingerprint()
+
+
+def _optimizer(kit: Kit) -> None:
+    plugin, rate = kit.made(), 0.02
+    assert isinstance(plugin, Optimizer)
+    with suppress(Exception):  # it may need a GPU, or other shapes: its runs tell
+        set_later, given = (_update(kit.made(lr=lr), rate) for lr in (2 * rate, rate))
+        if _differ(set_later, given):
+            kit.breaks(
+                "takes the rate of each group as it is at a step", "a rate that was set in a group has no effect"
+            )
+        if isinstance(plugin, MatrixOptimizer) or not updates_parts_alike(
+            lambda groups: build_optimizer(plugin, groups)
+        ):
+            return  # jobs that cut a parameter are refused, in a sentence
+        if _differ(_update(plugin, rate, pieces=2), _update(plugin, rate)):
+            kit.breaks(
+                "updates each element by itself",
+                "half of a matrix has another update alone than within the whole, once its gradient is zero",
+            )
+
+
+def _update(plugin: Optimizer, rate: float, pieces: int = 1) -> Tensor:
+    """The change of a matrix in three steps, of which the second has gradients for its lower half only. pieces: parameters that it
+    is cut into."""
+    draw = torch.Generator().manual_seed(0)
+    values, *gradients = (torch.randn(8, 6, generator=draw) for _ in range(4))
+    gradients[1][:4] = 0
+    parts = [nn.Parameter(part.clone()) for part in values.chunk(pieces)]
+    optimizer = build_optimizer(plugin, [{"params": parts, **dict(plugin.options)}])
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for gradient in gradients:
+        for part, share in zip(parts, gradient.chunk(pieces), strict=True):
+            part.grad = share.clone()
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts]) - values
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() > _CLOSE * other.abs().max())
+
+
+def _schedule(kit: Kit) -> None:
+    plugin = kit.made()
+    assert isinstance(plugin, Schedule)
+    found: dict[int, float] = {}
+    for step in (*range(STEPS), *reversed(range(STEPS)), 0, STEPS - 1):
+        factor = plugin.factor(step, STEPS)
+        if not isinstance(factor, (int, float)) or not 0 <= float(factor) < math.inf:
+            return kit.breaks(
+                "gives a factor of zero or more for each step", f"gave {factor!r} for step {step} of {STEPS}"
+            )
+        if found.setdefault(step, factor) != factor:
+            return kit.breaks(
+                "is a pure function of the step", f"gave {factor:g} for step {step}, and {found[step]:g} before"
+            )
+    for key, other in kit.varied():
+        used, anew = kit.made(**{key: other}), _anew(kit.plugin)
+        if anew is None:
+            continue
+        fresh = anew(anew.Options(**dict(used.options)))
+        for step in range(STEPS):
+            if used.factor(step, STEPS) != fresh.factor(step, STEPS):
+                told = f"gave {used.factor(step, STEPS):g} for step {step} with {key} = {other}, behind one with other options"
+                return kit.breaks("is a pure function of the step", f"{told}, and {fresh.factor(step, STEPS):g} alone")
+    return None
+
+
+def _anew(plugin: Any) -> Any:
+    """The class from a second copy of its module, of which nothing has been called; None if it can't be made."""
+    with suppress(Exception):  # a module may register what can be there once
+        spec = importlib.util.find_spec(plugin.__module__)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, plugin.__qualname__)
+    return None
+
+
+def _precision(kit: Kit) -> None:
+    plugin = kit.made()
+    assert isinstance(plugin, Precision)
+    try:
+        scaler, other = plugin.start(), plugin.start()
+        for finite in (True, True, False, True):
+            if scaler.scale <= 0:
+                return kit.breaks("scales the loss by a number above zero", f"its scale is {scaler.scale}")
+            scaler.update(finite)
+        other.restore(scaler.state())
+        for updates in range(_UPDATES):
+            if other.scale != scaler.scale or other.state() != scaler.state():
+                found = f"the scale is {other.scale:g} once {scaler.scale:g} was restored, {updates} updates later"
+                return kit.breaks("its scaler's state holds all that a resume needs", found)
+            for one in (scaler, other):
+                one.update(updates % 7 != 0 or updates > 20)
+    except (RuntimeError, ValueError):  # it looks at the ranks of a job
+        pass
+    return None
+
+
+def _logger(kit: Kit) -> None:
+    """What a logger writes of some rows, as far as it is text: each row, also the last ones, and none of a step that came again."""
+    rows = [{"step": step, "time": 1.75e9 + step, "loss": 1 / step, "lr": 0.1} for step in range(1, STEPS + 1)]
+    with suppress(Exception):  # it may need a server: its runs tell
+        whole, hasty, again = (
+            _lines(kit, name, *parts, calm=calm)
+            for name, parts, calm in (
+                ("whole", [(0, rows)], _CALM),
+                ("hasty", [(0, rows)], 0.0),
+                ("again", [(0, rows[:6]), (4, rows[4:])], _CALM),
+            )
+        )
+        if hasty < whole:
+            kit.breaks(
+                "takes each row", f"{whole - hasty} lines of {whole} are missing where close() follows the last row"
+            )
+        if again > whole:
+            kit.breaks(
+                "forgets the rows behind the step that a run resumes from",
+                f"steps 5 and 6 came again after a resume from step 4, and there are {again} lines in place of {whole}",
+            )
+
+
+def _lines(kit: Kit, name: str, *parts: tuple[int, Sequence[dict[str, Any]]], calm: float) -> int:
+    """The lines of text below a run's directory, once each part's rows were logged behind a start from its step."""
+    directory = kit.directory / name
+    directory.mkdir()
+    plugin = kit.made()
+    assert isinstance(plugin, Logger)
+    for step, rows in parts:
+        writer = plugin.open(directory, step)
+        for row in rows:
+            writer.log(dict(row))
+        time.sleep(calm)
+        writer.close()
+    found = 0
+    for path in directory.rglob("*"):
+        with suppress(UnicodeDecodeError, OSError):
+            found += len(path.read_text().splitlines())
+    return found
+
+
+def _profile(kit: Kit) -> None:
+    with suppress(RuntimeError, ValueError):  # it looks at the ranks of a job
+        plugin = kit.plugin(kit.plugin.Options())
+        assert isinstance(plugin, Profiler)
+        idle = hooks_of_steps(plugin.start())
+        if idle:
+            kit.breaks(
+                "costs a step nothing where nothing is recorded",
+                f"start() with default options returns {', '.join(idle)}; expected what a window needs to join for that time",
+            )
+
+
+def _scheduler(kit: Kit) -> None:
+    plugin, starts = kit.made(), False
+    assert isinstance(plugin, Scheduler)
+    for name in ("kit", "an odd $name's 'place'", "a place"):
+        directory = kit.directory / name
+        directory.mkdir()
+        run = SubmittedRun(directory, directory / "job.submitted.toml", "")
+        run.job.touch()
+        launch = Launch("kit", directory, (run,), directory, 1, 2, 1, 60, 30, ("hpctrain",))
+        with suppress(UsageError, EnvironmentUnfitError):  # it may refuse such names, in a sentence
+            starts = _look_at(kit, plugin.render(launch), launch, starts)
+    with suppress(UsageError, EnvironmentUnfitError, OSError):
+        state: Any = plugin.state("1")
+        if not isinstance(state, JobState) or state.word not in _WORDS:
+            kit.breaks("gives a state that hpctrain knows", f"gave {state}, expected one of {', '.join(_WORDS)}")
+
+
+def _look_at(kit: Kit, script: object, launch: Launch, starts: bool) -> bool:
+    """Whether a script starts ranks, as far as the kit knows the commands for that. starts: whether it must."""
+    if not isinstance(script, str):
+        kit.breaks("renders the text of a script", f"rendered {type(script).__name__}")
+        return False
+    if not script.startswith("#!") or "sh" not in script.splitlines()[0]:
+        return False
+    where = f"in the directory {launch.directory.name!r}"
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=30)
+    started, code = _run_with_stand_ins(script, launch.directory)
+    if done.returncode:
+        kit.breaks("renders a script that the shell reads", f"{where}: {done.stderr.strip()}")
+    elif (started or starts) and str(launch.runs[0].job) not in started:
+        kit.breaks(
+            "starts the ranks with the run's job", f"{where} they get {' '.join(started) or 'nothing'}; quote paths"
+        )
+    elif started and code != 75:
+        kit.breaks(
+            "its script ends with the exit code of the ranks",
+            f"it ended with {code} where they had saved and ended with 75",
+        )
+    return bool(started)
+
+
+def _run_with_stand_ins(script: str, directory: Path) -> tuple[list[str], int]:
+    """The words that a script has started ranks with, and its exit code. What it starts them with ends with 75 at once."""
+    commands, words = directory / "stand-ins", directory / "words"
+    commands.mkdir()
+    for name in (*_STARTERS, *_ORDERS):
+        stand_in = commands / name
+        ending = """printf '%s\\n' "$@" >>"$KIT_WORDS"; exit 75""" if name in _STARTERS else "exit 0"
+        stand_in.write_text(f"#!/bin/sh\n{ending}\n")
+        stand_in.chmod(0o700)
+    variables = {**os.environ, "PATH": f"{commands}:/usr/bin:/bin", "KIT_WORDS": str(words)}
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=directory,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=30,
+        )
+        return words.read_text().splitlines() if words.exists() else [], done.returncode
+    return [], 0
+
+
+PROMISES: dict[str, Callable[[Kit], None]] = {
+    "dataset": _dataset,
+    "logger": _logger,
+    "model": _model,
+    "optimizer": _optimizer,
+    "precision": _precision,
+    "profile": _profile,
+    "schedule": _schedule,
+    "scheduler": _scheduler,
+}
