@@ -27,11 +27,6 @@ class OfferedCommand:
     source: ModuleSource
     why: str = ""
 
-    @property
-    def is_first_party(self) -> bool:
-        """Whether it is a tool of hpctrain's own distribution."""
-        return self.source.distribution == PROJECT
-
     def load(self) -> click.Command:
         """Import it. Raises EnvironmentUnfitError with the reason why it cannot be used."""
         command = self.why or _command_of(self.source)
@@ -116,7 +111,7 @@ class OpenGroup(click.Group):
         own = {name: command.get_short_help_str(_LONGEST_LINE) for name, command in sorted(self.commands.items())}
         others = []
         for offer in self.offers():
-            if offer.is_first_party:
+            if offer.source.distribution == PROJECT:
                 own[offer.name] = _describe(offer)
             else:
                 others.append((offer.name, _describe(offer)))

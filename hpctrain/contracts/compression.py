@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Options, Plugin
 
@@ -43,13 +44,23 @@ class Span:
 class GradientBucket:
     """The layout of a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
 
-    `spans` is empty where the sharding strategy does not give them (`Sharding.tells_spans`).
+    told: the spans; None where the sharding strategy does not give them (`Sharding.tells_spans`).
     """
 
-    spans: list[Span]
+    told: list[Span] | None
     numel: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans. Raises UsageError where nobody has given them: a compression by parameter would send nothing."""
+        if self.told is None:
+            raise UsageError(
+                "[compression] goes by parameter, but this sharding strategy does not say which are in a bucket; use stage = 2 or "
+                'less, or name = "bf16"'
+            )
+        return self.told
 
 
 class BucketSum(Protocol):

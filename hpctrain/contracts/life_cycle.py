@@ -29,8 +29,8 @@ class Hook(Plugin):
 class Profiler(Hook):
     """Records the work of ranks, as the table `[profile]` says or when `hpctrain profile RUN_DIR --now` asks a running job.
 
-    Every job starts its profiler, whose default options must record nothing: then `start()` returns an object that has
-    `hpctrain_request` and costs a step nothing. Hooks that are needed in a window of steps join for that time (`Membership`).
+    Every job starts its profiler, whose default options must record nothing: then `start()` returns an object that costs
+    a step nothing. Hooks that are needed in a window of steps join for that time (`Membership`).
     """
 
 

@@ -38,11 +38,6 @@ def _duration(text: str) -> str:
     return text
 
 
-def seconds_or_number(value: object) -> object:
-    """The seconds of a text; any other value as it is."""
-    return seconds_of(value) if isinstance(value, str) else value
-
-
 def of_file_system(name: str) -> str:
     """The name of a file or directory. Raises ValueError for one that the locale can't write."""
     try:
@@ -60,7 +55,8 @@ def error_of_several_keys(sentence: str) -> PydanticCustomError:
 
 
 Duration = Annotated[str, AfterValidator(_duration)]
-Seconds = Annotated[float, BeforeValidator(seconds_or_number, json_schema_input_type=float | str), Field(gt=0, le=1e8)]
+_as_seconds = BeforeValidator(lambda one: seconds_of(one) if isinstance(one, str) else one, float | str)
+Seconds = Annotated[float, _as_seconds, Field(gt=0, le=1e8)]
 
 
 class Table(BaseModel):

@@ -43,7 +43,7 @@ class GradientReducer:
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """The sum of such a bucket over `axis`; the same buckets in the same order on all its ranks."""
-        group = self.group(axis, content.spans[0].piece.axes if content.spans else ())
+        group = self.group(axis, content.told[0].piece.axes if content.told else ())
         is_compressed = axis == self._axis and group is self._groups[axis] and group.size() > 1
         if self._lossy is None or not is_compressed or content.dtype.is_complex:
             return _Sum(self, group, None)  # complex gradients travel in full: compressors know real numbers

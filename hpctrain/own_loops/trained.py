@@ -18,10 +18,11 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.own_loops.agreement import PARAMETERS, Agreement
 from hpctrain.own_loops.gradients import Gradients
 from hpctrain.training.figures import Figure, RankFigures
-from hpctrain.training.guard.judging import StepFigures, Verdict
+from hpctrain.training.guard.judging import StepFigures
 from hpctrain.training.step import Steps, Update, figures_of_update
 from hpctrain.training.trained_model import TrainedModel, clip
 
+_ACTIONS = ("warn", "skip", "rollback", "stop")  # of verdicts, the mildest first
 _BITS = 48  # of the parameters that one number stands for; float64 is exact up to 53
 
 
@@ -274,7 +275,8 @@ class Trained:
         self._unused = False  # the gradients stay: a second step without zero_grad uses them again, as in torch
         self.is_finite = self.is_finite and math.isfinite(figures.norm)
         if self.update is not None:  # the step's verdict is the strictest one
-            strictest = max(self.update.verdict, update.verdict, key=_strictness)
+            verdicts = [one.verdict for one in (self.update, update) if one.verdict is not None]
+            strictest = max(verdicts, key=lambda one: _ACTIONS.index(one.action), default=None)
             update = replace(update, verdict=strictest, taken=update.taken and self.update.taken)
         self.update = update
 
@@ -339,7 +341,3 @@ class Trained:
         """Give the optimizer that trains now what `note_rates` or a checkpoint has kept."""
         for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
             group.update(noted if self.follows_schedule else {**noted, "lr": rate})
-
-
-def _strictness(verdict: Verdict | None) -> int:
-    return -1 if verdict is None else ("warn", "skip", "rollback", "stop").index(verdict.action)

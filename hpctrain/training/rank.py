@@ -71,6 +71,8 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
     from hpctrain.registry.user_code.python_objects import given_objects  # here: a job file has none
 
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
+    if not isinstance(tables, Mapping):
+        raise UsageError(f"{caller}: found {job!r}, expected tables, or what hpctrain.load_job has read from a file")
     with given_objects(tables) as plain:
         raw = RawJob(plain, {}, "job").refuse_values()
         hook = sys.excepthook

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from faulty import around_steps, between_ranks, checkpoints, habits, model_and_data, steps
+from faulty import around_steps, between_ranks, checkpoints, habits, model_and_data, steps, strangers
 from faulty.fault import FAULTS, Fault
 
-__all__ = ["FAULTS", "Fault", "around_steps", "between_ranks", "checkpoints", "habits", "model_and_data", "steps"]
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "around_steps",
+    "between_ranks",
+    "checkpoints",
+    "habits",
+    "model_and_data",
+    "steps",
+    "strangers",
+]

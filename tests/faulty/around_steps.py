@@ -145,7 +145,11 @@ class OpensNothing(Logger):
 # profile
 
 
-@planted("profile", "name", "costs a step nothing where nothing is recorded: .* returns hpctrain_phase_begin, hpctrain_step_end")
+@planted(
+    "profile",
+    "name",
+    "costs a step nothing where nothing is recorded: .* returns hpctrain_phase_begin, hpctrain_step_end",
+)
 class CountsEachStep(Profiler):
     """Counts steps that nobody records."""
 

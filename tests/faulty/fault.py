@@ -39,7 +39,7 @@ def planted(slot: str, key: str, told: str, ranks: int = 1, **tables: Any) -> An
         table: Any = {cls.name: 2} if slot == "parallelism" else {key: cls.name, **tables.get(slot, {})}
         of_job = {"parallelism": {"pipeline": {"size": 2, **table}}} if slot == "pipeline_schedule" else {slot: table}
         others = {name: one for name, one in tables.items() if name != slot}
-        of_job = {slot: [table]} if slot in ("hook", "metric") else of_job
+        of_job = {slot: [table]} if slot in ("hook", "metric", "logger") else of_job
         FAULTS.append(Fault(cls, {**others, **of_job}, told, ranks))
         return cls
 

@@ -25,7 +25,7 @@ from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = ["HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel"]
 """Faults of the default tier: found in a run, before one, between ranks, and after a resume."""
-NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ == "faulty.habits"]
+NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ in ("faulty.habits", "faulty.strangers")]
 EACH_COMMIT = {
     "activation_checkpointing.full", "checkpoint.hdf5", "communicator.mpi", "compression.powersgd", "dataset.synthetic",
     "hook.ema", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline", "parallelism.tensor",

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import tomli
-from plugin_pages import HOME
+from plugin_pages import HOME, ROOT
 
 import hpctrain
 from hpctrain.registry.registry import build_registry
 from hpctrain.registry.slots import SLOTS
+
+TEMPLATES = ROOT / "plugins" / "hpctrain_tools" / "templates" / "plugins"
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -22,9 +24,9 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 
 def example(slot: str) -> str:
-    """The example of a slot's page."""
-    (found,) = [code for code in blocks(slot) if f"def {SLOTS[slot].hook}()" in code]
-    return found
+    """The example of a slot's page, where it is on the page, else the file that the page names."""
+    found = [code for code in blocks(slot) if f"def {SLOTS[slot].hook}()" in code]
+    return found[0] if found else (TEMPLATES / f"{slot}.txt").read_text()
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def _as_callable(value: Any, key: Key) -> Any:
         return _copies_of(value)
     if place == ("metric", "name") and hasattr(value, "update") and not isinstance(value, type):
         return _copies_of(value)
-    if place == ("dataset", "name") and (not callable(value) or _is_data(value)):
+    is_data = not isinstance(value, type) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))
+    if place == ("dataset", "name") and (is_data or not callable(value)):  # a data set may have a `__call__`
         splits = dict(value) if isinstance(value, Mapping) else {"train": value}
         if "train" not in splits:
             names = ", ".join(map(repr, splits)) or "none"
@@ -108,11 +109,6 @@ def _as_callable(value: Any, key: Key) -> Any:
     if not callable(value):
         raise UsageError(f"{dotted(key)}: found {type(value).__name__}, expected a function or a class")
     return value
-
-
-def _is_data(value: Any) -> bool:
-    """Whether it is a data set, which may have a `__call__` of its own."""
-    return not isinstance(value, type) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))
 
 
 def _copies_of(value: Any) -> type:

@@ -94,7 +94,7 @@ class SummingReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if self._sum is None:
-            content = GradientBucket([], input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+            content = GradientBucket(None, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
             self._sum = self._sums.bucket(content, "dp_shard")
         finish = self._sum.reduce_scatter(output_tensor, input_tensor)
         if output_tensor.device.type != "cpu":

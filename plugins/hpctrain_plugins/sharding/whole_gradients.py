@@ -61,7 +61,7 @@ class WholeGradients:
     def _summed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat([one.reshape(-1) for one in gradients.values()])
         if flat.dtype not in self._made:
-            content = GradientBucket([], len(flat), flat.dtype, flat.device)
+            content = GradientBucket(None, len(flat), flat.dtype, flat.device)
             self._made[flat.dtype] = self._sums.bucket(content, "dp_shard")
         self._made[flat.dtype].all_reduce(flat)()
         parts = torch.split(flat, [one.numel() for one in gradients.values()])

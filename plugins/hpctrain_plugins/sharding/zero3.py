@@ -316,7 +316,7 @@ class Zero3Model(ShardedModel):
         for gradients in by_dtype.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             if flat.dtype not in self._over_replicas:
-                content = GradientBucket([], len(flat), flat.dtype, flat.device)
+                content = GradientBucket(None, len(flat), flat.dtype, flat.device)
                 self._over_replicas[flat.dtype] = self._sums.bucket(content, "dp_replicate")
             self._over_replicas[flat.dtype].all_reduce(flat)()
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):

@@ -34,8 +34,8 @@ class Finding:
         return f"{self.slot} {self.plugin!r} breaks the promise: {self.promise}: {self.found}"
 
 
-class EnoughError(Exception):
-    """The first finding is all that is asked for."""
+class EnoughError(BaseException):
+    """The first finding is all that is asked for: no error, which code may suppress."""
 
 
 @cache

@@ -66,7 +66,7 @@ class Runs:
             place.mkdir()
             told = dict(options or {})
             if before is not None:
-                self._write(place / "before.toml", before, {"name": "before", "output_dir": str(place / "before")})
+                self._write(place / "before.toml", before, {"output_dir": str(place / "before")})
             code, screen = self._run(
                 place, merged(tables, layout.tables), layout.ranks, {**told, "stop": MIDDLE if then else 0}
             )
