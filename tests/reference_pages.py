@@ -156,7 +156,10 @@ def _command(command: click.Command, name: str, parent: click.Context) -> Iterat
         yield from (f"| `{_cell(spelled)}` | {_cell(help)} |" for spelled, help in options)
         yield ""
     if isinstance(command, OpenGroup):
-        ours = {*command.commands, *(offer.name for offer in command.offers() if offer.is_first_party)}
+        ours = {
+            *command.commands,
+            *(offer.name for offer in command.offers() if offer.source.distribution == "hpctrain"),
+        }
         for inner in command.list_commands(context):
             found = command.get_command(context, inner) if inner in ours else None
             if found is not None:

@@ -28,8 +28,9 @@ QUICK = ["HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel"]
 NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ in ("faulty.habits", "faulty.strangers")]
 EACH_COMMIT = {
     "activation_checkpointing.full", "checkpoint.hdf5", "communicator.mpi", "compression.powersgd", "dataset.synthetic",
-    "hook.ema", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline", "parallelism.tensor",
-    "pipeline_schedule.1f1b", "precision.fp16", "profile.torch", "sharding.zero-1", "sharding.zero-3",
+    "hook.ema", "logger.csv", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline",
+    "parallelism.tensor", "pipeline_schedule.1f1b", "precision.fp16", "profile.torch", "scheduler.slurm",
+    "sharding.zero-1", "sharding.zero-3",
 }  # fmt: skip
 """Plugins of the thorough tier, one of each slot or two."""
 UNFIT = {
@@ -45,16 +46,20 @@ UNFIT = {
     "kernels",
     "report",
     "lr-finder",
+    "kubernetes",
+    "mlflow",
+    "opentelemetry",
+    "prometheus",
+    "tensorboard",
+    "wandb",
 }
-"""Plugins that need an accelerator, files of their own or another kind of job."""
+"""Plugins that need an accelerator, files or servers of their own, packages, or another kind of job."""
 
 
 def own_plugins() -> list[str]:
     """hpctrain's plugins that the kit's job can choose."""
     found = [key for key, one in build_registry(()).entries.items() if one.source.distribution == "hpctrain"]
-    return [
-        f"{slot}.{name}" for slot, name in sorted(found) if name not in UNFIT and slot not in ("logger", "scheduler")
-    ]
+    return [f"{slot}.{name}" for slot, name in sorted(found) if name not in UNFIT]
 
 
 def tier(plugin: str) -> object:
@@ -162,6 +167,8 @@ def test_what_is_no_plugin_is_refused() -> None:
         check_plugin(dict)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r'expected a class or "slot\.name" with one of model, dataset'):
         check_plugin("cosine")
+    with pytest.raises(UsageError, match="scheduler 'kubernetes' can't be made without image, claim; give it a job"):
+        check_plugin("scheduler.kubernetes")
 
 
 def test_an_error_lists_every_finding() -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from hpctrain.api import EnvironmentUnfitError, Identity, Machine, Plugin, UsageError
 from hpctrain.base.safe_files import scratch_directory
@@ -55,11 +56,23 @@ def find_broken_promises(
     cls, slot, modules = _found(plugin)
     with scratch_directory("kit-") as directory:
         kit = Kit(cls, slot, job or {}, ranks, modules, directory, first)
+        _refuse_missing_options(kit)
         _refuse_machine(kit)
         with suppress(EnoughError):
             examine(kit)
             describe(kit)
     return kit.findings
+
+
+def _refuse_missing_options(kit: Kit) -> None:
+    """Raises UsageError where the plugin has options without a default that the job does not give."""
+    try:
+        kit.valid_options()
+    except ValidationError as error:
+        keys = ", ".join(str(one["loc"][0]) for one in error.errors() if one["loc"])
+        raise UsageError(
+            f"check_plugin: {kit.slot} {kit.plugin.name!r} can't be made without {keys}; give it a job with its options"
+        ) from None
 
 
 def _refuse_machine(kit: Kit) -> None:

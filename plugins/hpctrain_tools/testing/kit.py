@@ -72,15 +72,19 @@ class Kit:
         self.findings: list[Finding] = []
         self.directory, self._runs = directory, Runs(directory)
 
-    def made(self, **others: Any) -> Any:
-        """The plugin with the options of the kit's job. others: in place of those."""
+    def valid_options(self, **others: Any) -> Any:
+        """The options of the kit's job, as the plugin gets them. others: in place of those. Raises ValidationError."""
         known = self.plugin.Options.model_fields
         given = {**usual_options(self.slot, self.plugin), **self.options, **others}
-        return self.plugin(self.plugin.Options(**{key: value for key, value in given.items() if key in known}))
+        return self.plugin.Options(**{key: value for key, value in given.items() if key in known})
+
+    def made(self, **others: Any) -> Any:
+        """The plugin with these options."""
+        return self.plugin(self.valid_options(**others))
 
     def varied(self) -> Iterator[tuple[str, Any]]:
         """Each option with a number, a flag or a choice, and another value that the plugin takes for it."""
-        for key, now in dict(self.made().options).items():
+        for key, now in dict(self.valid_options()).items():
             others: list[Any] = [
                 one for one in get_args(self.plugin.Options.model_fields[key].annotation) if one != now
             ]
@@ -90,8 +94,8 @@ class Kit:
                 others = [now + 1, now / 2 if isinstance(now, float) else now - 1]
             for other in others:
                 try:
-                    self.made(**{key: other})
-                except (ValidationError, TypeError):
+                    self.valid_options(**{key: other})
+                except ValidationError:
                     continue
                 yield key, other
                 break
