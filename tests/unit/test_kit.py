@@ -167,7 +167,9 @@ def test_what_is_no_plugin_is_refused() -> None:
         check_plugin(dict)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r'expected a class or "slot\.name" with one of model, dataset'):
         check_plugin("cosine")
-    with pytest.raises(UsageError, match="scheduler 'kubernetes' can't be made without image, claim; give it a job"):
+    with pytest.raises(
+        UsageError, match=r"scheduler 'kubernetes' can't be made \(image field required, claim field required\)"
+    ):
         check_plugin("scheduler.kubernetes")
 
 

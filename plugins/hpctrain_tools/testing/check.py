@@ -65,13 +65,13 @@ def find_broken_promises(
 
 
 def _refuse_missing_options(kit: Kit) -> None:
-    """Raises UsageError where the plugin has options without a default that the job does not give."""
+    """Raises UsageError where the plugin needs options that the job does not give."""
     try:
         kit.valid_options()
     except ValidationError as error:
-        keys = ", ".join(str(one["loc"][0]) for one in error.errors() if one["loc"])
+        found = ", ".join(" ".join([*map(str, one["loc"]), one["msg"].lower()]) for one in error.errors())
         raise UsageError(
-            f"check_plugin: {kit.slot} {kit.plugin.name!r} can't be made without {keys}; give it a job with its options"
+            f"check_plugin: {kit.slot} {kit.plugin.name!r} can't be made ({found}); give it a job with its options"
         ) from None
 
 

@@ -64,13 +64,11 @@ class _PluginTest(pytest.Item):
             pytest.skip(str(error))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        from hpctrain.api import UsageError
         from hpctrain.testing import BrokenPromiseError
 
-        return (
-            str(excinfo.value)
-            if isinstance(excinfo.value, BrokenPromiseError)
-            else super().repr_failure(excinfo, style)
-        )
+        sentence = isinstance(excinfo.value, (BrokenPromiseError, UsageError))
+        return str(excinfo.value) if sentence else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, f"hpctrain kit: {self._plugin}"
