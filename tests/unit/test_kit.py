@@ -25,7 +25,10 @@ from hpctrain.testing import BrokenPromiseError, check_plugin
 
 QUICK = ["HiddenMomentum", "NanSchedule", "NoSum", "ListsNoModel"]
 """Faults of the default tier: found in a run, before one, between ranks, and after a resume."""
-NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ in ("faulty.habits", "faulty.strangers")]
+SLOW = {
+    "ByHash", "ChangesBuffersTwice", "FlatResidual", "KnowsNoStranger", "LargestOfItsPieces", "SeedsByRank", "SumsOverAll"
+}  # fmt: skip
+NIGHTLY = [str(one) for one in FAULTS if one.plugin.__module__ == "faulty.habits" or str(one) in SLOW]
 EACH_COMMIT = {
     "activation_checkpointing.full", "checkpoint.hdf5", "communicator.mpi", "compression.powersgd", "dataset.synthetic",
     "hook.ema", "logger.csv", "metric.accuracy", "model.gpt", "optimizer.adamw", "parallelism.pipeline",

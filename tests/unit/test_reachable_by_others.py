@@ -29,7 +29,7 @@ STARTS = re.compile(
 CHILDREN = re.compile(r"python_(module|code)|guard_multiprocessing|keep_from_children")
 OTHER_PROGRAMS = {
     "plugins/hpctrain_tools/plan/fit.py": "multiprocessing forks",
-    "plugins/hpctrain_tools/testing/methods.py": "bash, which runs a scheduler's script with stand-ins for what starts ranks",
+    "plugins/hpctrain_tools/testing/scripts.py": "bash, which runs a scheduler's script with stand-ins for what starts ranks",
     "plugins/hpctrain_tools/plan/processes.py": "multiprocessing forks",
     "hpctrain/training/starts.py": "git",
     "hpctrain/toolkit/scripts.py": "a scheduler's commands",

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.api import (
+    CheckpointFormat,
     Dataset,
     DatasetContext,
-    EnvironmentUnfitError,
-    JobState,
-    Launch,
     Logger,
     MatrixOptimizer,
     ModelSpec,
     Optimizer,
+    Piece,
     Precision,
     Profiler,
     Schedule,
-    Scheduler,
+    State,
     Stream,
-    SubmittedRun,
-    UsageError,
 )
 from hpctrain.data.batches import snapshot
 from hpctrain.model.parameters import build_optimizer
@@ -40,17 +34,14 @@ from hpctrain_tools.testing.hook import hooks_of_steps
 from hpctrain_tools.testing.jobs import JOB, LENGTH, VOCABULARY
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.runs import STEPS
+from hpctrain_tools.testing.scripts import examine_scripts
 
 # scalers try a larger scale every 2000 updates
 _UPDATES = 2100
-_WORDS = get_args(get_type_hints(JobState)["word"])
 # relative to the largest change of a parameter
 _CLOSE = 1e-4
 # seconds in which a logger's thread has written a few rows
 _CALM = 0.5
-# what a script may start ranks with, and what it may tell its scheduler
-_STARTERS = ("hpctrain", "mpiexec", "mpirun", "srun", "flux", "jsrun", "aprun", "prun")
-_ORDERS = ("sbatch", "scontrol", "qsub", "bsub", "tsp", "sleep")
 
 
 def _model(kit: Kit) -> None:
@@ -63,6 +54,19 @@ def _model(kit: Kit) -> None:
         kit.breaks("gives blocks of the module", "a block is no part of the module that blocks() is given")
     elif len({id(one) for block in blocks for one in block.modules()}) < sum(len([*one.modules()]) for one in blocks):
         kit.breaks("gives blocks of the module", "a block is there twice, or in another one")
+
+
+def _checkpoint(kit: Kit) -> None:
+    """Two saves of one run: each snapshot is a copy, of the values at its time, however they have changed."""
+    plugin = kit.made()
+    assert isinstance(plugin, CheckpointFormat)
+    live, writer = torch.arange(12.0).view(3, 4), plugin.writer()
+    for save in range(2):
+        snapshot = writer.snapshot(State([Piece("model/kit", (3, 4), (0, 0), live)], {"step": save}))
+        before = live.clone()
+        live.numpy()[:] += 1  # as some programs do, and batch norms, without torch's count of changes
+        if not torch.equal(snapshot.pieces[0].tensor, before):
+            kit.breaks("a snapshot is a copy", f"that of save {save + 1} has other values than there were")
 
 
 def _dataset(kit: Kit) -> None:
@@ -240,71 +244,8 @@ def _profile(kit: Kit) -> None:
             )
 
 
-def _scheduler(kit: Kit) -> None:
-    plugin, starts = kit.made(), False
-    assert isinstance(plugin, Scheduler)
-    for name in ("kit", "an odd $name's 'place'", "a place"):
-        directory = kit.directory / name
-        directory.mkdir()
-        run = SubmittedRun(directory, directory / "job.submitted.toml", "")
-        run.job.touch()
-        launch = Launch("kit", directory, (run,), directory, 1, 2, 1, 60, 30, ("hpctrain",))
-        with suppress(UsageError, EnvironmentUnfitError):  # it may refuse such names, in a sentence
-            starts = _look_at(kit, plugin.render(launch), launch, starts)
-    with suppress(UsageError, EnvironmentUnfitError, OSError):
-        state: Any = plugin.state("1")
-        if not isinstance(state, JobState) or state.word not in _WORDS:
-            kit.breaks("gives a state that hpctrain knows", f"gave {state}, expected one of {', '.join(_WORDS)}")
-
-
-def _look_at(kit: Kit, script: object, launch: Launch, starts: bool) -> bool:
-    """Whether a script starts ranks, as far as the kit knows the commands for that. starts: whether it must."""
-    if not isinstance(script, str):
-        kit.breaks("renders the text of a script", f"rendered {type(script).__name__}")
-        return False
-    if not script.startswith("#!") or "sh" not in script.splitlines()[0]:
-        return False
-    where = f"in the directory {launch.directory.name!r}"
-    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=30)
-    started, code = _run_with_stand_ins(script, launch.directory)
-    if done.returncode:
-        kit.breaks("renders a script that the shell reads", f"{where}: {done.stderr.strip()}")
-    elif (started or starts) and str(launch.runs[0].job) not in started:
-        kit.breaks(
-            "starts the ranks with the run's job", f"{where} they get {' '.join(started) or 'nothing'}; quote paths"
-        )
-    elif started and code != 75:
-        kit.breaks(
-            "its script ends with the exit code of the ranks",
-            f"it ended with {code} where they had saved and ended with 75",
-        )
-    return bool(started)
-
-
-def _run_with_stand_ins(script: str, directory: Path) -> tuple[list[str], int]:
-    """The words that a script has started ranks with, and its exit code. What it starts them with ends with 75 at once."""
-    commands, words = directory / "stand-ins", directory / "words"
-    commands.mkdir()
-    for name in (*_STARTERS, *_ORDERS):
-        stand_in = commands / name
-        ending = """printf '%s\\n' "$@" >>"$KIT_WORDS"; exit 75""" if name in _STARTERS else "exit 0"
-        stand_in.write_text(f"#!/bin/sh\n{ending}\n")
-        stand_in.chmod(0o700)
-    variables = {**os.environ, "PATH": f"{commands}:/usr/bin:/bin", "KIT_WORDS": str(words)}
-    with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=directory,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=30,
-        )
-        return words.read_text().splitlines() if words.exists() else [], done.returncode
-    return [], 0
-
-
 PROMISES: dict[str, Callable[[Kit], None]] = {
+    "checkpoint": _checkpoint,
     "dataset": _dataset,
     "logger": _logger,
     "model": _model,
@@ -312,5 +253,5 @@ PROMISES: dict[str, Callable[[Kit], None]] = {
     "precision": _precision,
     "profile": _profile,
     "schedule": _schedule,
-    "scheduler": _scheduler,
+    "scheduler": examine_scripts,
 }

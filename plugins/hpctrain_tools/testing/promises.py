@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hpctrain.base.errors import EXIT_USAGE
 from hpctrain_tools.testing.checkpoints import examine_files
-from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADFAST, STEADY, STUMBLING
+from hpctrain_tools.testing.comparisons import (
+    AGAIN,
+    LOSSES,
+    RESUMED,
+    TRAINS,
+    compare_behind_another,
+    compare_in_place,
+    compare_layouts,
+    compare_resumed,
+    compare_rollback,
+    compare_two_axes,
+    layouts_of,
+    run_of_one_process,
+)
+from hpctrain_tools.testing.jobs import ODD, SPIKING, STEADY
 from hpctrain_tools.testing.kit import Kit
 from hpctrain_tools.testing.methods import PROMISES as OF_METHODS
 from hpctrain_tools.testing.record import ALIKE, CLOSE, EXACT, Record
 from hpctrain_tools.testing.runs import MIDDLE, STEPS, Layout, merged
 
-TRAINS, AGAIN, BEHIND, RESUMED, BACK = (
-    "trains as one process does",
-    "trains alike twice",
-    "trains alike in another process, behind another job",
-    "goes on after a resume as if nothing had been",
-    "goes back to a checkpoint as if the steps after it had not been",
-)
-_LOSSES = ("row", "evaluation")
-_ALL = ("row", "gradients", "parameters", "evaluation")
 # tables of batches by tokens, of samples of several lengths
 _TOKENS: dict[str, Any] = {
     "dataset": {"name": "synthetic", "samples": 60, "validation_samples": 13, "min_length": 2},
@@ -39,74 +44,11 @@ def examine(kit: Kit) -> None:
             promise(kit)
 
 
-def _layouts(kit: Kit, *stages: int) -> Iterator[Layout]:
-    """Each number of ranks, with each of the stages in turn."""
-    for place, ranks in enumerate(one for one in kit.ranks if one > 1):
-        yield Layout(ranks, {"sharding": {"stage": stages[place % len(stages)]}} if stages else {})
-
-
-def _two_axes(kit: Kit, whole: Record, tolerance: float = CLOSE, what: tuple[str, ...] = _ALL, **tables: Any) -> None:
-    """A second axis beside the data's, of the same size: groups are not the ranks of the job."""
-    layout = Layout(4, {"parallelism": {"tensor": 2}, **tables})
-    if max(kit.ranks) > 1:
-        kit.expect(TRAINS, kit.train(layout=layout), whole, tolerance, str(layout), what)
-
-
-def _behind_another(kit: Kit, whole: Record, *tables: Mapping[str, Any], what: tuple[str, ...] = _ALL) -> None:
-    """What another job has left in the process, and the process itself, such as the hashes of its texts."""
-    kit.expect(BEHIND, kit.train(*tables, behind=kit.others()), whole, EXACT, what=what)
-
-
-def _begins(kit: Kit, *tables: Mapping[str, Any]) -> Record | None:
-    """The run of one process, from which others may not differ; None if it fails."""
-    found = kit.train(*tables)
-    if found.code == EXIT_USAGE:
-        kit.breaks("trains the kit's job", f"{found.ending}; give check_plugin a job with what it needs")
-        return None
-    return found if kit.expect("trains the kit's job", found) else None
-
-
-def _resumed(
-    kit: Kit, whole: Record, layout: Layout, then: Layout, tolerance: float = CLOSE, *tables: Mapping[str, Any]
-) -> None:
-    found = kit.train(*tables, layout=layout, then=then)
-    where = f"{layout}, resumed after step {MIDDLE} on {then}"
-    if (
-        found.code != EXIT_USAGE
-        and kit.expect(RESUMED, found, whole, tolerance, where)
-        and f"from step {MIDDLE}" not in found.screen
-    ):
-        kit.breaks(RESUMED, f"on {where}, it began anew")
-
-
-def _alone(kit: Kit, *others: int, tables: tuple[Mapping[str, Any], ...] = ()) -> None:
-    """A plugin whose run on one process is the reference: its other layouts, and its resumes. others: stages."""
-    whole = _begins(kit, *tables)
-    if whole is None:
-        return
-    kit.expect(TRAINS, kit.train({"batch": {"micro_size": 12}}, *tables), whole, where="one micro batch of all samples")
-    layouts = [*_layouts(kit, *others)]
-    for layout in layouts:
-        kit.expect(TRAINS, kit.train(*tables, layout=layout), whole, where=str(layout))
-    _resumed(kit, whole, Layout(1), Layout(1), EXACT, *tables)
-    if layouts:
-        _resumed(kit, whole, layouts[0], layouts[-1], CLOSE, *tables)
-    _behind_another(kit, whole, *tables)
-
-
-def _goes_back(kit: Kit, *layouts: Layout) -> None:
-    """A rollback, and what it was to have left."""
-    for layout in layouts:
-        found, expected = kit.train(STUMBLING, layout=layout), kit.train(STEADFAST, layout=layout)
-        if expected.code == 0:
-            kit.expect(BACK, found, expected, EXACT, f"{layout}, after a rollback")
-
-
 def _model(kit: Kit) -> None:
-    _alone(kit, 1, 3, 2)
+    compare_layouts(kit, 1, 3, 2)
     whole = kit.train()
     full = {"activation_checkpointing": {"mode": "full"}}
-    for layout in [*_layouts(kit, 0)][:1]:
+    for layout in [*layouts_of(kit, 0)][:1]:
         kit.expect(TRAINS, kit.train(full, layout=layout), whole, where=f"{layout}, and full activation checkpointing")
     rows = kit.train(_TOKENS)
     if rows.code == 0:
@@ -115,48 +57,34 @@ def _model(kit: Kit) -> None:
 
 
 def _dataset(kit: Kit) -> None:
-    _alone(kit)
+    compare_layouts(kit)
     whole = kit.train()
     loaders = {"dataset": {**kit.tables["dataset"], "workers": 2}}
     kit.expect("loads the same samples in workers", kit.train(loaders), whole, EXACT, "2 workers of a loader")
 
 
 def _optimizer(kit: Kit) -> None:
-    _alone(kit, 1, 3, 2)
+    compare_layouts(kit, 1, 3, 2)
     whole = kit.train()
     first = whole.steps.get(1, {}).get("parameters", {})
     if first and not any((one != whole.steps[0]["parameters"][name]).any() for name, one in first.items()):
         kit.breaks("its step updates each parameter", "no parameter changed in the first step")
     odd = kit.train(ODD)
-    for layout in [*_layouts(kit, 2, 3)]:
+    for layout in [*layouts_of(kit, 2, 3)]:
         kit.expect(
             TRAINS, kit.train(ODD, layout=layout), odd, where=f"{layout}, a model with tied and unused parameters"
         )
-    _two_axes(kit, whole, sharding={"stage": 1})
-    _goes_back(kit, Layout(1), *[*_layouts(kit, 2)][:1])
+    compare_two_axes(kit, whole, sharding={"stage": 1})
+    compare_rollback(kit, Layout(1), *[*layouts_of(kit, 2)][:1])
 
 
 def _schedule(kit: Kit) -> None:
-    whole = _begins(kit)
+    whole = run_of_one_process(kit)
     if whole is not None:
-        _resumed(kit, whole, Layout(1), Layout(1), EXACT)
-        for layout in [*_layouts(kit, 1)][:1]:
+        compare_resumed(kit, whole, Layout(1), Layout(1), EXACT)
+        for layout in [*layouts_of(kit, 1)][:1]:
             kit.expect(TRAINS, kit.train(layout=layout), whole, where=str(layout))
-        _behind_another(kit, whole)
-
-
-def _in_place(kit: Kit, layouts: list[Layout], tolerance: float, what: tuple[str, ...] = (*_LOSSES, "parameters", "gradients"),
-              models: tuple[Mapping[str, Any], ...] = ({}, ODD)) -> None:  # fmt: skip
-    """A plugin that must train as the first-party one in its place does on one process. models: tables."""
-    for model in models:
-        whole = kit.train(model, own=False)
-        of = ", a model with tied, frozen and unused parameters" if model else ""
-        for layout in layouts:
-            kit.expect(TRAINS, kit.train(model, layout=layout), whole, tolerance, f"{layout}{of}", what)
-        if layouts and not model:
-            first, last = layouts[0], layouts[-1]
-            _resumed(kit, whole, last, last, tolerance)
-            _resumed(kit, whole, last, first, tolerance)
+        compare_behind_another(kit, whole)
 
 
 def _parallelism(kit: Kit) -> None:
@@ -176,8 +104,8 @@ def _parallelism(kit: Kit) -> None:
         f"{own[0]}, a model with tied parameters",
     )
     kit.expect("trains the kit's job", kit.train(ODD, layout=own[0]), where=f"{own[0]}, a model with dropout")
-    _resumed(kit, whole, own[0], own[0])
-    _resumed(kit, whole, own[0], own[1])
+    compare_resumed(kit, whole, own[0], own[0])
+    compare_resumed(kit, whole, own[0], own[1])
 
 
 def _sharding(kit: Kit) -> None:
@@ -192,20 +120,20 @@ def _sharding(kit: Kit) -> None:
                 found,
                 EXACT,
                 str(layout),
-                _LOSSES,
+                LOSSES,
             )
             resumed = kit.train(layout=layout, then=layout)
-            kit.expect(RESUMED, resumed, found, EXACT, str(layout), _LOSSES)
+            kit.expect(RESUMED, resumed, found, EXACT, str(layout), LOSSES)
         return
-    _in_place(kit, layouts, CLOSE)
+    compare_in_place(kit, layouts, CLOSE)
     whole = kit.train(own=False)
-    _two_axes(kit, whole)
-    _behind_another(kit, whole)
-    _goes_back(kit, layouts[-1])
+    compare_two_axes(kit, whole)
+    compare_behind_another(kit, whole)
+    compare_rollback(kit, layouts[-1])
 
 
 def _precision(kit: Kit) -> None:
-    whole = _begins(kit)
+    whole = run_of_one_process(kit)
     if whole is None:
         return
     exact = kit.train(own=False)
@@ -214,11 +142,13 @@ def _precision(kit: Kit) -> None:
         kit.breaks("keeps the parameters' names", f"one is called {renamed[0]} now")
     kit.expect("learns what fp32 learns", whole, exact, ALIKE, what=("evaluation",))
     wide = all(one.element_size() > 2 for one in whole.steps[0]["parameters"].values()) and _agree(whole, exact)
-    for layout in _layouts(kit, 0, 3):
-        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE if wide else ALIKE, str(layout), _LOSSES)
-        _resumed(kit, kit.train(layout=layout), layout, layout, EXACT)
-    _two_axes(kit, whole, ALIKE, _LOSSES)  # products of parts round otherwise, even where layouts of whole ones agree
-    _behind_another(kit, whole)
+    for layout in layouts_of(kit, 0, 3):
+        kit.expect(TRAINS, kit.train(layout=layout), whole, CLOSE if wide else ALIKE, str(layout), LOSSES)
+        compare_resumed(kit, kit.train(layout=layout), layout, layout, EXACT)
+    compare_two_axes(
+        kit, whole, ALIKE, LOSSES
+    )  # products of parts round otherwise, even where layouts of whole ones agree
+    compare_behind_another(kit, whole)
     kit.expect("trains the kit's job", kit.train(ODD))
 
 
@@ -227,21 +157,21 @@ def _agree(one: Record, other: Record) -> bool:
 
 
 def _activation_checkpointing(kit: Kit) -> None:
-    layouts = [Layout(1), *_layouts(kit, 3, 2)]
-    _in_place(kit, layouts, CLOSE)
+    layouts = [Layout(1), *layouts_of(kit, 3, 2)]
+    compare_in_place(kit, layouts, CLOSE)
     whole = kit.train(own=False)
     for layout in layouts[:2]:  # what forwards leave in buffers follows from the layout
         kept = kit.train(STEADY, layout=layout, own=False)
         where = f"{layout}, a model whose forwards change a buffer"
         kit.expect(TRAINS, kit.train(STEADY, layout=layout), kept, where=where, what=("buffers",))
-    _two_axes(kit, whole)
-    _behind_another(kit, whole)
+    compare_two_axes(kit, whole)
+    compare_behind_another(kit, whole)
 
 
 def _compression(kit: Kit) -> None:
     free = {"optimizer": {"clip_norm": 1e6}}  # a clipped gradient doesn't show its size
     whole, shares = kit.train(free, own=False), dict[str, float]()
-    layouts = [*_layouts(kit, 0, 2)]
+    layouts = [*layouts_of(kit, 0, 2)]
     for layout in [*layouts, *[Layout(2, {"sharding": {"stage": 3}})][: len(layouts)]]:
         found = kit.train(free, layout=layout)
         if found.code == EXIT_USAGE:
@@ -251,9 +181,9 @@ def _compression(kit: Kit) -> None:
             if abs(found.loss - whole.loss) > 0.1 * abs(whole.loss):
                 told = f"on {layout}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it"
                 kit.breaks("learns what a job without it learns", told)
-            _resumed(kit, found, layout, layout, EXACT, free)
+            compare_resumed(kit, found, layout, layout, EXACT, free)
         _takes_no_infinity(kit, layout)
-        _goes_back(kit, layout)
+        compare_rollback(kit, layout)
     # a compression may send other numbers than the sums, but of more ranks not less by the factor that a mean would have
     sent = [*shares.values()]
     if sent and not (min(sent) > 0.3 and max(sent) < 1.5 and min(sent) > 0.7 * sent[0]):
@@ -287,7 +217,7 @@ def _skipped(record: Record, step: int) -> bool:
 
 def _checkpoint(kit: Kit) -> None:
     whole = kit.train(own=False)
-    layouts = [Layout(1), *_layouts(kit, 1, 3)]
+    layouts = [Layout(1), *layouts_of(kit, 1, 3)]
     beside = {"checkpoint": {**kit.tables["checkpoint"], "every_steps": MIDDLE, "keep": 9, "asynchronous": True}}
     for tables, how in (({}, ""), (beside, ", saved in the background")):
         found = kit.train(tables)
@@ -298,49 +228,49 @@ def _checkpoint(kit: Kit) -> None:
             (layouts[-1], layouts[0]),
             (layouts[0], layouts[-1]),
         ):
-            _resumed(kit, whole, layout, then, CLOSE, tables)
+            compare_resumed(kit, whole, layout, then, CLOSE, tables)
     odd = kit.train(ODD, own=False)
-    _resumed(kit, odd, layouts[-1], layouts[0], CLOSE, ODD)
-    _behind_another(kit, whole)
+    compare_resumed(kit, odd, layouts[-1], layouts[0], CLOSE, ODD)
+    compare_behind_another(kit, whole)
     examine_files(kit, [kit.train(), kit.train(beside), kit.train(layout=layouts[-1])])
 
 
 def _communicator(kit: Kit) -> None:
-    layouts = [*_layouts(kit, 0, 3, 1)]
-    _in_place(kit, layouts, CLOSE, models=({},))
+    layouts = [*layouts_of(kit, 0, 3, 1)]
+    compare_in_place(kit, layouts, CLOSE, models=({},))
     tables = {"parallelism": {"pipeline": 2}}
     kit.expect(TRAINS, kit.train(tables, layout=Layout(2)), kit.train(own=False), CLOSE, "a pipeline of 2 ranks")
-    _two_axes(kit, kit.train(own=False))
+    compare_two_axes(kit, kit.train(own=False))
 
 
 def _logger(kit: Kit) -> None:
     whole = kit.train(own=False)
-    for layout in (Layout(1), *_layouts(kit, 0)):
+    for layout in (Layout(1), *layouts_of(kit, 0)):
         found = kit.train(layout=layout)
         kit.expect("changes nothing of a training", found, whole, EXACT if layout.ranks == 1 else CLOSE, str(layout))
         if "gets no more rows" in found.screen:
             line = next(one for one in found.screen.splitlines() if "gets no more rows" in one)
             kit.breaks("takes each row", f"on {layout}, {line}")
-    _behind_another(kit, whole)
-    _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+    compare_behind_another(kit, whole)
+    compare_resumed(kit, whole, Layout(1), Layout(1), EXACT)
 
 
 def _hook(kit: Kit) -> None:
-    whole = _begins(kit)
+    whole = run_of_one_process(kit)
     if whole is None:
         return
     again, plain = kit.train({"job": {**kit.job["job"], "name": "again"}}), kit.train(own=False)
-    for layout in _layouts(kit, 1, 3):
+    for layout in layouts_of(kit, 1, 3):
         found = kit.train(layout=layout)
         if kit.expect(TRAINS, found, whole, CLOSE, str(layout)) and (key := _other_figure(found, whole, again, plain)):
             kit.breaks("reports the same figures on each layout", f"on {layout}, {key}")
-    _two_axes(kit, whole, sharding={"stage": 1})
+    compare_two_axes(kit, whole, sharding={"stage": 1})
     if max(whole.steps) == STEPS:
-        _behind_another(kit, whole)
-        _goes_back(kit, Layout(1))
-        _resumed(kit, whole, Layout(1), Layout(1), EXACT)
-        for layout in [*_layouts(kit, 1)][:1]:
-            _resumed(kit, whole, layout, Layout(1), CLOSE)
+        compare_behind_another(kit, whole)
+        compare_rollback(kit, Layout(1))
+        compare_resumed(kit, whole, Layout(1), Layout(1), EXACT)
+        for layout in [*layouts_of(kit, 1)][:1]:
+            compare_resumed(kit, whole, layout, Layout(1), CLOSE)
 
 
 def _other_figure(found: Record, whole: Record, again: Record, plain: Record) -> str:
@@ -359,7 +289,7 @@ def _other_figure(found: Record, whole: Record, again: Record, plain: Record) ->
 
 
 def _metric(kit: Kit) -> None:
-    whole = _begins(kit)
+    whole = run_of_one_process(kit)
     if whole is None:
         return
     kit.expect("changes nothing of a training", whole, kit.train(own=False), EXACT, what=("row", "parameters"))
@@ -374,18 +304,18 @@ def _metric(kit: Kit) -> None:
         CLOSE,
         "one micro batch of 12",
     )
-    for layout in _layouts(kit, 0, 3):
+    for layout in layouts_of(kit, 0, 3):
         kit.expect("measures as one process does", kit.train(layout=layout), whole, CLOSE, str(layout))
-    _two_axes(kit, whole)
-    _behind_another(kit, whole)
-    _resumed(kit, whole, Layout(1), Layout(1), EXACT)
+    compare_two_axes(kit, whole)
+    compare_behind_another(kit, whole)
+    compare_resumed(kit, whole, Layout(1), Layout(1), EXACT)
 
 
 def _profile(kit: Kit) -> None:
     whole = kit.train(own=False)
-    for layout in (Layout(1), *_layouts(kit, 0)):
+    for layout in (Layout(1), *layouts_of(kit, 0)):
         kit.expect("changes nothing of a training", kit.train(layout=layout), whole, CLOSE, str(layout))
-    _behind_another(kit, whole)
+    compare_behind_another(kit, whole)
 
 
 _PROMISES: dict[str, Callable[[Kit], None]] = {
