@@ -10,7 +10,7 @@ from hpctrain.api import State, hookimpl
 checkpoint = lambda told, **table: planted("checkpoint", "format", told, checkpoint=table)  # noqa: E731
 
 
-@checkpoint("goes on after a resume as if nothing had been")
+@checkpoint("goes on after a resume as if nothing had been|restores what a plugin has saved")
 class ReadsZeros(Hdf5):
     def load(self, directory, pieces):
         super().load(directory, pieces)

@@ -50,7 +50,7 @@ class ClipsByRank(_Optimizer):
                 p -= group["lr"] * p.grad * 0.05 / max(0.05, float(norm))
 
 
-@optimizer("trains as one process does|goes on after a resume")
+@optimizer("updates each element by itself")
 class SkipsZeros(_Optimizer):
     """It leaves tensors alone, momentum and decay too, whose gradient is zero: a part may be, where the whole is not."""
 
@@ -64,7 +64,7 @@ class SkipsZeros(_Optimizer):
                     p.mul_(0.9).sub_(kept, alpha=group["lr"])
 
 
-@optimizer("goes on after a resume|makes another step after its state")
+@optimizer("updates alike from the same values")
 class CountsForAll(_Optimizer):
     """Its number of steps belongs to the class."""
 
@@ -151,7 +151,7 @@ def _decay(model, share):
     model.refresh()
 
 
-@hook("goes on after a resume")
+@hook("goes on after a resume|goes back to a checkpoint")
 class CountsUntilAResume(_Hook):
     class made:  # noqa: N801
         count = 0
@@ -403,7 +403,7 @@ class SumsEachBackward(Zero0):
         return self.made(module, sums, self.options)
 
 
-@sharding("trains as one process does|goes on after a resume|goes back")
+@sharding("trains as one process does|goes on after a resume|goes back|the values of the pieces")
 class UpdatesLate(Zero1):
     """The module gets new values at the begin of the next step, and none where a run resumes."""
 

@@ -95,7 +95,11 @@ def _optimizer(kit: Kit) -> None:
     plugin, rate = kit.made(), 0.02
     assert isinstance(plugin, Optimizer)
     with suppress(Exception):  # it may need a GPU, or other shapes: its runs tell
-        set_later, given = (_update(kit.made(lr=lr), rate) for lr in (2 * rate, rate))
+        set_later, given, again = (_update(kit.made(lr=lr), rate) for lr in (2 * rate, rate, rate))
+        if _differ(given, again):
+            return kit.breaks(
+                "updates alike from the same values", "a second optimizer of this process updated otherwise"
+            )
         if _differ(set_later, given):
             kit.breaks(
                 "takes the rate of each group as it is at a step", "a rate that was set in a group has no effect"
@@ -103,12 +107,13 @@ def _optimizer(kit: Kit) -> None:
         if isinstance(plugin, MatrixOptimizer) or not updates_parts_alike(
             lambda groups: build_optimizer(plugin, groups)
         ):
-            return  # jobs that cut a parameter are refused, in a sentence
+            return None  # jobs that cut a parameter are refused, in a sentence
         if _differ(_update(plugin, rate, pieces=2), _update(plugin, rate)):
             kit.breaks(
                 "updates each element by itself",
                 "half of a matrix has another update alone than within the whole, once its gradient is zero",
             )
+    return None
 
 
 def _update(plugin: Optimizer, rate: float, pieces: int = 1) -> Tensor:
@@ -121,10 +126,12 @@ def _update(plugin: Optimizer, rate: float, pieces: int = 1) -> Tensor:
     optimizer = build_optimizer(plugin, [{"params": parts, **dict(plugin.options)}])
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for gradient in gradients:
-        for part, share in zip(parts, gradient.chunk(pieces), strict=True):
-            part.grad = share.clone()
-        optimizer.step()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # as a run seeds what a step draws
+        for gradient in gradients:
+            for part, share in zip(parts, gradient.chunk(pieces), strict=True):
+                part.grad = share.clone()
+            optimizer.step()
     return torch.cat([part.detach() for part in parts]) - values
 
 
