@@ -10,6 +10,7 @@ from torch import Tensor
 
 # elements for each rank: one, an odd number, and more than a small message
 _SIZES = (1, 7, 5000)
+_LARGE = 300_001
 # by dtype, a factor whose last bit no narrower one has
 _DTYPES = {torch.float32: 1 + 2**-14, torch.float64: 1 + 2**-42, torch.int64: 2**50 + 1, torch.bfloat16: 1}
 
@@ -19,7 +20,8 @@ def wrong_collectives(device: torch.device) -> list[str]:
     size = dist.get_world_size()
     if size == 1:
         return []
-    wrong = [one for dtype in _DTYPES for each in _SIZES for one in _Trial(device, dtype, each).wrong()]
+    sizes = [(dtype, each) for dtype in _DTYPES for each in _SIZES] + [(torch.float32, _LARGE)]
+    wrong = [one for dtype, each in sizes for one in _Trial(device, dtype, each).wrong()]
     return wrong + [one for ranks in _pairs(size) for one in _wrong_among(ranks, device)]
 
 

@@ -21,7 +21,7 @@ TRAINS, AGAIN, BEHIND, RESUMED, BACK = (
 """Promises of several slots."""
 LOSSES = ("row", "evaluation")
 ALL = ("row", "gradients", "parameters", "evaluation")
-"""What is compared of each step."""
+"""Parts of a step that are compared."""
 
 
 def layouts_of(kit: Kit, *stages: int) -> Iterator[Layout]:
@@ -33,14 +33,14 @@ def layouts_of(kit: Kit, *stages: int) -> Iterator[Layout]:
 def compare_two_axes(
     kit: Kit, whole: Record, tolerance: float = CLOSE, what: tuple[str, ...] = ALL, **tables: Any
 ) -> None:
-    """A second axis beside the data's, of the same size: groups are not the ranks of the job."""
+    """Compare on a second axis beside the data's, of the same size: groups are not the ranks of the job."""
     layout = Layout(4, {"parallelism": {"tensor": 2}, **tables})
     if max(kit.ranks) > 1:
         kit.expect(TRAINS, kit.train(layout=layout), whole, tolerance, str(layout), what)
 
 
 def compare_behind_another(kit: Kit, whole: Record, *tables: Mapping[str, Any], what: tuple[str, ...] = ALL) -> None:
-    """What another job has left in the process, and the process itself, such as the hashes of its texts."""
+    """Find what another job has left in the process, and what the process itself decides, such as the hashes of texts."""
     kit.expect(BEHIND, kit.train(*tables, behind=kit.others()), whole, EXACT, what=what)
 
 

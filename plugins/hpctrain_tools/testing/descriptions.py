@@ -1,4 +1,4 @@
-"""What a plugin says of itself: its docstring, options and imports, and the hooks that its module has."""
+"""Descriptions that a plugin gives of itself: its docstring, options and imports, and the hooks that its module has."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -38,18 +39,19 @@ _Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 _SETTINGS: dict[str, Callable[[], object]] = {
-    "set_grad_enabled": torch.is_grad_enabled,
-    "set_default_dtype": torch.get_default_dtype,
-    "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "set_num_threads": torch.get_num_threads,
+    "torch.set_grad_enabled": torch.is_grad_enabled,
+    "torch.set_default_dtype": torch.get_default_dtype,
+    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "torch.set_num_threads": torch.get_num_threads,
 }
 _OF_STEPS = {"hpctrain_phase_begin", "hpctrain_phase_end", "hpctrain_outputs", "hpctrain_step_end"}
 # a profiler may turn it on for a window
 _SETTINGS_AT_END: dict[str, Callable[[], object]] = {
     **_SETTINGS,
-    "autograd.set_detect_anomaly": torch.is_anomaly_enabled,
-    "set_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
-    "set_autocast_cache_enabled": torch.is_autocast_cache_enabled,
+    "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled,
+    "torch.set_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
+    "torch.set_autocast_cache_enabled": torch.is_autocast_cache_enabled,
+    "gc.isenabled": gc.isenabled,
 }
 
 
@@ -169,7 +171,7 @@ class _Recording:
         found = yield
         for name, setting in _SETTINGS.items():
             if setting() != self._settings[name]:
-                self._note("leaves torch's settings alone", f"left torch.{name}({setting()}) behind")
+                self._note("leaves torch's settings alone", f"left {name}({setting()}) behind")
         if not model.module.training:
             self._note("leaves the model in training mode", "left the module in evaluation mode")
         kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}
@@ -217,7 +219,7 @@ class _Recording:
         found = yield
         for name, setting in _SETTINGS_AT_END.items():
             if setting() != self._settings[name]:
-                self._note("leaves torch's settings alone", f"left torch.{name}({setting()}) behind")
+                self._note("leaves torch's settings alone", f"left {name}({setting()}) behind")
         staying = [hook for part in self._parts for hook in hooks_of_steps(part)] if self._options.leaves else []
         if staying:
             self._note("leaves the run when its window is over", f"still has {staying[0]} called at the run's end")

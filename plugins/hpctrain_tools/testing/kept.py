@@ -1,4 +1,4 @@
-"""What the recorder keeps in checkpoints, to see whether a format restores it: tensors and small values of many types."""
+"""Tensors and small values of many types that the recorder keeps in checkpoints, to see whether a format restores them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Kept:
             "bool": wide > 0, "uint8": (wide.abs() * 50).byte(), "alone": wide[0, 0].clone(), "empty": wide[:0].clone(),
         }  # fmt: skip
         self._live = {name: torch.zeros_like(tensor) for name, tensor in self._wanted.items()}
+        self._wanted["columns"], self._live["columns"] = wide, torch.zeros(3, 7, dtype=wide.dtype).t()  # of any stride
         self._rows, self._restored = slice(0, 0), dict[str, Any]()
 
     def state(self, rank: int, ranks: int) -> PluginState:
@@ -44,7 +45,7 @@ class Kept:
             tensor.copy_(self._wanted[name])
 
     def wrong(self) -> list[str]:
-        """What a resume has not brought back, in clauses."""
+        """Clauses about what a resume has not brought back."""
         tensors = [name for name, tensor in self._live.items() if not torch.equal(tensor, self._wanted[name])]
         values = [key for key, value in _VALUES.items() if not _same(self._restored.get(key), value)]
         return [

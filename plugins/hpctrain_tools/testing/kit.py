@@ -18,7 +18,7 @@ from hpctrain.base.safe_files import scratch_directory
 from hpctrain.registry.slots import SLOTS
 from hpctrain_tools.testing.jobs import JOB, placed, usual_options
 from hpctrain_tools.testing.record import CLOSE, Record, first_difference
-from hpctrain_tools.testing.runs import Layout, Runs, merged
+from hpctrain_tools.testing.runs import MIDDLE, Layout, Runs, merged
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,11 @@ class Kit:
         layout: Layout | None = None,
         then: Layout | None = None,
         own: bool = True,
+        middle: int = MIDDLE,
         behind: Mapping[str, Any] | None = None,
     ) -> Record:
-        """A run of the job with the plugin in it, or without. then: it is ended in the middle, and goes on so. behind: tables of
-        another job that the process runs before, which need not succeed."""
+        """A run of the job with the plugin in it, or without. then: it is ended after step `middle`, and goes on so.
+        behind: tables of another job that the process runs before, which need not succeed."""
         used = merged(self.job, *([self.tables] if own else []), *tables)
         options = {
             "diverges": bool(getattr(self.plugin, "ranks_diverge", False)),
@@ -134,7 +135,7 @@ class Kit:
         if own:
             used["plugins"] = {"load": [*self.modules]}
         before = None if behind is None else merged(used, behind)
-        return (self._runs if own else _runs_without()).train(used, layout or Layout(1), then, options, before)
+        return (self._runs if own else _runs_without()).train(used, layout or Layout(1), then, options, before, middle)
 
     def expect(
         self, promise: str, found: Record, expected: Record | None = None, tolerance: float = CLOSE, where: str = "",

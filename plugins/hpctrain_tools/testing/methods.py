@@ -23,6 +23,7 @@ from hpctrain.api import (
     Piece,
     Precision,
     Profiler,
+    Request,
     Schedule,
     State,
     Stream,
@@ -30,6 +31,7 @@ from hpctrain.api import (
 from hpctrain.data.batches import snapshot
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.trials import updates_parts_alike
+from hpctrain.registry.discovery import new_manager, register
 from hpctrain_tools.testing.hook import hooks_of_steps
 from hpctrain_tools.testing.jobs import JOB, LENGTH, VOCABULARY
 from hpctrain_tools.testing.kit import Kit
@@ -104,6 +106,12 @@ def _optimizer(kit: Kit) -> None:
             kit.breaks(
                 "takes the rate of each group as it is at a step", "a rate that was set in a group has no effect"
             )
+        for key, other in kit.varied():
+            if key != "lr" and _differ(_update(plugin, rate, **{key: other}), _update(kit.made(**{key: other}), rate)):
+                kit.breaks(
+                    "takes the options of each group",
+                    f"{key} = {other} of a group has another effect than as an option",
+                )
         if isinstance(plugin, MatrixOptimizer) or not updates_parts_alike(
             lambda groups: build_optimizer(plugin, groups)
         ):
@@ -116,14 +124,14 @@ def _optimizer(kit: Kit) -> None:
     return None
 
 
-def _update(plugin: Optimizer, rate: float, pieces: int = 1) -> Tensor:
+def _update(plugin: Optimizer, rate: float, pieces: int = 1, **options: Any) -> Tensor:
     """The change of a matrix in three steps, of which the second has gradients for its lower half only. pieces: parameters that it
-    is cut into."""
+    is cut into. options: of its group."""
     draw = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(8, 6, generator=draw) for _ in range(4))
     gradients[1][:4] = 0
     parts = [nn.Parameter(part.clone()) for part in values.chunk(pieces)]
-    optimizer = build_optimizer(plugin, [{"params": parts, **dict(plugin.options)}])
+    optimizer = build_optimizer(plugin, [{"params": parts, **dict(plugin.options), **options}])
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.random.fork_rng(devices=[]):
@@ -153,6 +161,11 @@ def _schedule(kit: Kit) -> None:
             return kit.breaks(
                 "is a pure function of the step", f"gave {factor:g} for step {step}, and {found[step]:g} before"
             )
+    for step in range(STEPS):
+        of_longer, alone = (one.factor(step, 2 * STEPS) for one in (plugin, kit.made()))
+        if of_longer != alone:
+            told = f"gave {of_longer:g} for step {step} of {2 * STEPS} behind others of {STEPS}, and {alone:g} alone"
+            return kit.breaks("is a pure function of the step", told)
     for key, other in kit.varied():
         used, anew = kit.made(**{key: other}), _anew(kit.plugin)
         if anew is None:
@@ -198,25 +211,25 @@ def _precision(kit: Kit) -> None:
 
 
 def _logger(kit: Kit) -> None:
-    """What a logger writes of some rows, as far as it is text: each row, also the last ones, and none of a step that came again."""
-    rows = [{"step": step, "time": 1.75e9 + step, "loss": 1 / step, "lr": 0.1} for step in range(1, STEPS + 1)]
+    """Read what a logger writes of some rows, as far as it is text: each row, the last ones too, and no step twice."""
+    rows = [{"step": step, "time": 1.75e9 + step, "loss": 1 / step, "lr": 0.1} for step in range(1, 15)]
     with suppress(Exception):  # it may need a server: its runs tell
         whole, hasty, again = (
             _lines(kit, name, *parts, calm=calm)
             for name, parts, calm in (
                 ("whole", [(0, rows)], _CALM),
                 ("hasty", [(0, rows)], 0.0),
-                ("again", [(0, rows[:6]), (4, rows[4:])], _CALM),
+                ("again", [(0, rows[:12]), (10, rows[10:])], _CALM),
             )
         )
         if hasty < whole:
             kit.breaks(
                 "takes each row", f"{whole - hasty} lines of {whole} are missing where close() follows the last row"
             )
-        if again > whole:
+        if again != whole:
             kit.breaks(
-                "forgets the rows behind the step that a run resumes from",
-                f"steps 5 and 6 came again after a resume from step 4, and there are {again} lines in place of {whole}",
+                "forgets the rows behind the step that a run resumes from, and no others",
+                f"steps 11 and 12 came again after a resume from step 10, and there are {again} lines in place of {whole}",
             )
 
 
@@ -243,12 +256,17 @@ def _profile(kit: Kit) -> None:
     with suppress(RuntimeError, ValueError):  # it looks at the ranks of a job
         plugin = kit.plugin(kit.plugin.Options())
         assert isinstance(plugin, Profiler)
-        idle = hooks_of_steps(plugin.start())
+        started = plugin.start()
+        idle = hooks_of_steps(started)
         if idle:
             kit.breaks(
                 "costs a step nothing where nothing is recorded",
                 f"start() with default options returns {', '.join(idle)}; expected what a window needs to join for that time",
             )
+        manager, request = new_manager(), Request("kit", {}, lambda values: None)
+        register(manager, started, "kit")
+        if any(manager.hook.hpctrain_request(request=request, step=0, model=None)):
+            kit.breaks("takes requests of its own name only", "it took one for 'kit'")
 
 
 PROMISES: dict[str, Callable[[Kit], None]] = {

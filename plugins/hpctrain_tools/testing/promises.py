@@ -52,6 +52,8 @@ def _model(kit: Kit) -> None:
         kit.expect(TRAINS, kit.train(full, layout=layout), whole, where=f"{layout}, and full activation checkpointing")
     rows = kit.train(_TOKENS)
     if rows.code == 0:
+        other = {"batch": {**_TOKENS["batch"], "micro_tokens": 60}}
+        kit.expect(TRAINS, kit.train(_TOKENS, other), rows, where="rows that are padded to other lengths")
         packed = merged(_TOKENS, {"batch": {"packing": True}})
         kit.expect("trains packed samples as padded ones", kit.train(packed), rows, where="rows of several samples")
 
@@ -103,6 +105,13 @@ def _parallelism(kit: Kit) -> None:
         CLOSE,
         f"{own[0]}, a model with tied parameters",
     )
+    three = {"batch": {"micro_size": 4}}
+    kit.expect(TRAINS, kit.train(three, layout=own[0]), whole, CLOSE, f"{own[0]}, three micro batches")
+    if kit.plugin.name != "tensor":
+        inside = {"parallelism": {**kit.tables["parallelism"], "tensor": 2}}
+        kit.expect(
+            TRAINS, kit.train(inside, layout=Layout(4)), whole, CLOSE, "4 ranks, [parallelism] tensor = 2 within"
+        )
     kit.expect("trains the kit's job", kit.train(ODD, layout=own[0]), where=f"{own[0]}, a model with dropout")
     compare_resumed(kit, whole, own[0], own[0])
     compare_resumed(kit, whole, own[0], own[1])
@@ -164,6 +173,9 @@ def _activation_checkpointing(kit: Kit) -> None:
         kept = kit.train(STEADY, layout=layout, own=False)
         where = f"{layout}, a model whose forwards change a buffer"
         kit.expect(TRAINS, kit.train(STEADY, layout=layout), kept, where=where, what=("buffers",))
+    frozen = {"model": {**STEADY["model"], "freeze": ["embedding.weight"]}}
+    where = "one rank, a model whose first block's inputs need no gradient"
+    kit.expect(TRAINS, kit.train(frozen), kit.train(frozen, own=False), where=where)
     compare_two_axes(kit, whole)
     compare_behind_another(kit, whole)
 
@@ -182,6 +194,10 @@ def _compression(kit: Kit) -> None:
                 told = f"on {layout}, the last loss is {found.loss:.4g}, and {whole.loss:.4g} without it"
                 kit.breaks("learns what a job without it learns", told)
             compare_resumed(kit, found, layout, layout, EXACT, free)
+            often = {"checkpoint": {"every_steps": 1}}
+            resumed = kit.train(free, often, layout=layout, then=layout, middle=MIDDLE - 1)
+            where = f"{layout}, resumed after step {MIDDLE - 1}"
+            kit.expect(RESUMED, resumed, kit.train(free, often, layout=layout), EXACT, where)
         _takes_no_infinity(kit, layout)
         compare_rollback(kit, layout)
     # a compression may send other numbers than the sums, but of more ranks not less by the factor that a mean would have

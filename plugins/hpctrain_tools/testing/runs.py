@@ -56,11 +56,12 @@ class Runs:
         then: Layout | None = None,
         options: Mapping[str, Any] | None = None,
         before: Mapping[str, Any] | None = None,
+        middle: int = MIDDLE,
     ) -> Record:
-        """The run of a job on `layout`. then: it is ended in the middle, and goes on so. options: of the hook `record`. before: the
-        job that a new process runs first, on one rank."""
+        """The run of a job on `layout`. then: it is ended after step `middle`, and goes on so. options: of the hook
+        `record`. before: the job that a new process runs first, on one rank."""
         after = None if then is None else [then.ranks, then.tables]
-        words = json.dumps([tables, layout.ranks, layout.tables, after, options, before], sort_keys=True)
+        words = json.dumps([tables, layout.ranks, layout.tables, after, options, before, middle], sort_keys=True)
         if words not in self._kept:
             place = self.directory / f"{len(self._kept):03}"
             place.mkdir()
@@ -68,7 +69,7 @@ class Runs:
             if before is not None:
                 self._write(place / "before.toml", before, {"output_dir": str(place / "before")})
             code, screen = self._run(
-                place, merged(tables, layout.tables), layout.ranks, {**told, "stop": MIDDLE if then else 0}
+                place, merged(tables, layout.tables), layout.ranks, {**told, "stop": middle if then else 0}
             )
             if then is not None and code == 0:
                 code, screen = self._run(place, merged(tables, then.tables), then.ranks, told)

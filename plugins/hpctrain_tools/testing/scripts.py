@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -28,11 +29,25 @@ def examine_scripts(kit: Kit) -> None:
         run.job.touch()
         launch = Launch("kit", directory, (run,), directory, 1, 2, 1, 60, 30, ("hpctrain",))
         with suppress(UsageError, EnvironmentUnfitError):  # it may refuse such names, in a sentence
-            starts = _look_at(kit, plugin.render(launch), launch, starts)
+            script = plugin.render(launch)
+            starts = _look_at(kit, script, launch, starts)
+            with _marked_path():
+                if plugin.render(launch) != script:
+                    kit.breaks("renders what the launch says", "the script depends on this shell's PATH")
     with suppress(UsageError, EnvironmentUnfitError, OSError):
         state: Any = plugin.state("1")
         if not isinstance(state, JobState) or state.word not in _WORDS:
             kit.breaks("gives a state that hpctrain knows", f"gave {state}, expected one of {', '.join(_WORDS)}")
+
+
+@contextmanager
+def _marked_path() -> Iterator[None]:
+    before = os.environ["PATH"]
+    os.environ["PATH"] = f"{before}:/kit"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def _look_at(kit: Kit, script: object, launch: Launch, starts: bool) -> bool:
