@@ -136,6 +136,14 @@ def _sharding(kit: Kit) -> None:
         return
     compare_in_place(kit, layouts, CLOSE)
     whole = kit.train(own=False)
+    averages = {"hook": [{"name": "ema", "decay": 0.5}]}  # it changes pieces where no step does
+    kit.expect(
+        TRAINS,
+        kit.train(averages, layout=layouts[-1]),
+        kit.train(averages, own=False),
+        CLOSE,
+        f"{layouts[-1]}, with ema",
+    )
     compare_two_axes(kit, whole)
     compare_behind_another(kit, whole)
     compare_rollback(kit, layouts[-1])
