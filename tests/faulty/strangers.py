@@ -1,9 +1,11 @@
-"""Faults that a stranger planted and that the kit did not find at first: what they show is in options, in another process, on a
+"""Faults that strangers planted and that the kit did not find at first: what they show is in options, in another process, on a
 second axis, in buffers, in draws, in files."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import queue
 import shlex
 import threading
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, Hdf5Writer
 from hpctrain_plugins.dataset.synthetic import Synthetic
 from hpctrain_plugins.model.gpt import GPT
+from hpctrain_plugins.precision.floating import FP32
 from hpctrain_plugins.schedule.warmup import Cosine
 from hpctrain_plugins.sharding.zero0 import Zero0Model
 from torch.utils.checkpoint import checkpoint as recompute
@@ -31,6 +34,8 @@ from hpctrain.api import (
     Field,
     Logger,
     LogWriter,
+    LossScaler,
+    OptimizerOptions,
     Options,
     Profiler,
     Residual,
@@ -63,6 +68,36 @@ class KeepsFactors(Cosine):
 
     def factor(self, step, steps):
         return self.kept.setdefault((step, steps), super().factor(step, steps))
+
+
+class DecayOptions(OptimizerOptions):
+    decay: float = Field(default=0.1, ge=0, description="decay of the weights, times the rate")
+
+
+@optimizer("takes the options of each group: decay = ")
+class OneDecay(_Optimizer):
+    Options = DecayOptions
+
+    def build(self, groups):
+        made = _SGD(groups)
+        decay = self.options.decay
+
+        def decays(optimizer, *_):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(1 - group["lr"] * decay)
+
+        made.register_step_pre_hook(decays)
+        return made
+
+
+@planted("schedule", "name", "is a pure function of the step: gave .* behind others of 8")
+class FactorsOfTheFirst(Cosine):
+    steps = None
+
+    def factor(self, step, steps):
+        self.steps = self.steps or steps
+        return super().factor(step, self.steps)
 
 
 # model and dataset
@@ -176,7 +211,31 @@ class NarrowSums(_Gloo):
         return super().backend()
 
 
-# activation checkpointing and checkpoints
+# precision, activation checkpointing and checkpoints
+
+
+@planted("precision", "mode", "its scaler's state holds all that a resume needs")
+class ForgetsToCool(FP32):
+    class made(LossScaler):  # noqa: N801
+        def __init__(self):
+            self.scale, self.cool = 1024.0, 0
+
+        @property
+        def skips_nonfinite(self):
+            return True
+
+        def update(self, finite):
+            self.cool = max(0, self.cool - 1) if finite else 3
+            self.scale *= 0.5 if not finite else 1.0 if self.cool else 1.01
+
+        def state(self):
+            return {"scale": self.scale}
+
+        def restore(self, state):
+            self.scale = state["scale"]
+
+    def start(self):
+        return self.made()
 
 
 @planted("activation_checkpointing", "mode", "a model whose forwards change a buffer")
@@ -248,6 +307,15 @@ class GoesOn(Logger):
         return _Lines(output_dir / "rows")
 
 
+@planted("logger", "name", "forgets the rows behind the step that a run resumes from, and no others")
+class ComparesTexts(Logger):
+    def open(self, output_dir, resumed_step):
+        path = output_dir / "rows"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if str(json.loads(line)["step"]) <= str(resumed_step)))
+        return _Lines(path)
+
+
 @planted("logger", "name", "takes each row: .* lines of .* are missing")
 class LosesTheEnd(Logger):
     class made(_Lines):  # noqa: N801
@@ -311,7 +379,37 @@ class StaysForEver(_Profiler):
         def hpctrain_step_end(self): ...
 
 
+@planted("profile", "name", "leaves torch's settings alone: .*gc.isenabled")
+class CollectsNoMore(_Profiler):
+    class window:  # noqa: N801
+        @hookimpl
+        def hpctrain_step_end(self):
+            gc.disable()
+            self.left -= 1
+            if not self.left:
+                self.membership.leave(self)
+
+
+@planted("profile", "name", "takes requests of its own name only")
+class TakesEachRequest(Profiler):
+    class made:  # noqa: N801
+        @hookimpl
+        def hpctrain_request(self, request):
+            request.answer({"state": "done"})
+            return True
+
+    def start(self):
+        return self.made()
+
+
 scheduler = lambda told: planted("scheduler", "name", told)  # noqa: E731
+
+
+@scheduler("renders what the launch says")
+class KeepsThePath(_Scheduler):
+    def render(self, launch):
+        path, job = (shlex.quote(str(one)) for one in (os.environ["PATH"], launch.runs[0].job))
+        return f"#!/bin/sh\nPATH={path} exec mpiexec hpctrain run {job}"
 
 
 @scheduler("its script ends with the exit code of the ranks: it ended with 0")
@@ -334,6 +432,11 @@ def hpctrain_optimizer():
 @hookimpl
 def hpctrain_schedule():
     return of_slot("schedule")
+
+
+@hookimpl
+def hpctrain_precision():
+    return of_slot("precision")
 
 
 @hookimpl
