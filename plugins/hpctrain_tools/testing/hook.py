@@ -22,6 +22,7 @@ from hpctrain.api import (
     Membership,
     Options,
     PluginState,
+    Request,
     gather_values,
     hookimpl,
 )
@@ -109,7 +110,15 @@ class _Recording:
         self._settings = {name: setting() for name, setting in _SETTINGS_AT_END.items()}
         found = yield
         self._begin(job, step, model)
+        if self._options.leaves:
+            self._ask(membership, step, model)
         return found
+
+    def _ask(self, membership: Any, step: int, model: LiveModel) -> None:
+        """Ask for something that nobody knows."""
+        request = Request("kit", {}, lambda values: None)
+        if any(membership.call("hpctrain_request", request=request, step=step, model=model)):
+            self._note("takes requests of its own name only", "took one for 'kit'")
 
     def _watch(self, membership: Any) -> None:
         """Note the parts that join and leave."""

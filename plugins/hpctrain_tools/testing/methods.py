@@ -23,7 +23,6 @@ from hpctrain.api import (
     Piece,
     Precision,
     Profiler,
-    Request,
     Schedule,
     State,
     Stream,
@@ -31,7 +30,6 @@ from hpctrain.api import (
 from hpctrain.data.batches import snapshot
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.trials import updates_parts_alike
-from hpctrain.registry.discovery import new_manager, register
 from hpctrain_tools.testing.hook import hooks_of_steps
 from hpctrain_tools.testing.jobs import JOB, LENGTH, VOCABULARY
 from hpctrain_tools.testing.kit import Kit
@@ -257,17 +255,12 @@ def _profile(kit: Kit) -> None:
     with suppress(RuntimeError, ValueError):  # it looks at the ranks of a job
         plugin = kit.plugin(kit.plugin.Options())
         assert isinstance(plugin, Profiler)
-        started = plugin.start()
-        idle = hooks_of_steps(started)
+        idle = hooks_of_steps(plugin.start())
         if idle:
             kit.breaks(
                 "costs a step nothing where nothing is recorded",
                 f"start() with default options returns {', '.join(idle)}; expected what a window needs to join for that time",
             )
-        manager, request = new_manager(), Request("kit", {}, lambda values: None)
-        register(manager, started, "kit")
-        if any(manager.hook.hpctrain_request(request=request, step=0, model=None)):
-            kit.breaks("takes requests of its own name only", "it took one for 'kit'")
 
 
 PROMISES: dict[str, Callable[[Kit], None]] = {
