@@ -30,6 +30,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over labels that are not `IGNORED`. logits: `(..., classes)`, labels: `(...)`."""
     # at least float32: a sum over thousands of tokens does not fit 16 bits
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if not labels.numel():  # a rank may have no rows of a last micro batch, and torch can't flatten an empty DTensor
+        return cross_entropy(wide.movedim(-1, 1), labels, ignore_index=IGNORED, reduction="sum")
     return cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
