@@ -157,7 +157,7 @@ class SeedsByRank(_Axis):
 
 @planted("compression", "name", r"on 2 ranks with \[sharding\] stage = 3|goes by parameter", 2)
 class FlatResidual(_Compression):
-    """What it has not sent is in no checkpoint where buckets have no spans."""
+    """Compression whose unsent part is in no checkpoint where buckets have no spans."""
 
     class made(_Sum):  # noqa: N801
         def __init__(self, bucket, group):

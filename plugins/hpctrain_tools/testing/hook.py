@@ -178,9 +178,7 @@ class _Recording:
     ) -> Generator[None, object, object]:
         gradients = {} if self._diverges else {name: model.gradient(name).cpu() for name in model.shapes}
         found = yield
-        for name, setting in _SETTINGS.items():
-            if setting() != self._settings[name]:
-                self._note("leaves torch's settings alone", f"left {name}({setting()}) behind")
+        self._compare_settings(_SETTINGS)
         if not model.module.training:
             self._note("leaves the model in training mode", "left the module in evaluation mode")
         kept: dict[str, Any] = {"row": dict(metrics), "gradients": gradients}
@@ -226,14 +224,17 @@ class _Recording:
     @hookimpl(wrapper=True)
     def hpctrain_job_end(self) -> Generator[None, object, object]:
         found = yield
-        for name, setting in _SETTINGS_AT_END.items():
-            if setting() != self._settings[name]:
-                self._note("leaves torch's settings alone", f"left {name}({setting()}) behind")
+        self._compare_settings(_SETTINGS_AT_END)
         staying = [hook for part in self._parts for hook in hooks_of_steps(part)] if self._options.leaves else []
         if staying:
             self._note("leaves the run when its window is over", f"still has {staying[0]} called at the run's end")
         self._write(self._step, {})
         return found
+
+    def _compare_settings(self, settings: dict[str, Callable[[], object]]) -> None:
+        for name, setting in settings.items():
+            if setting() != self._settings[name]:
+                self._note("leaves torch's settings alone", f"left {name}({setting()}) behind")
 
     def _values(self, model: LiveModel) -> dict[str, Tensor]:
         """The full parameters; notes what the module has besides, and replicas that differ. Collective."""
