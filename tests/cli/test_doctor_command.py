@@ -234,7 +234,8 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     )
     words = [MPIEXEC, "-n", "1", sys.executable, "-c", impatient, "doctor", ":", "-n", "1", "sleep", "60"]
     done = run(words, tmp_path, 30)
-    assert done.code == 3 and "did not finish the start of MPI within 2 s" in done.err, done
+    # mpiexec's code is the rank's 3 or that of the process that it killed, whichever it heard first.
+    assert done.code in (3, 9) and "did not finish the start of MPI within 2 s" in done.err, done
 
 
 @pytest.mark.thorough

@@ -122,7 +122,7 @@ class ZeroScale(FP32):
         return scaler
 
 
-@precision("its scaler's state holds all .* is 2 once 32 was restored")
+@precision(r"its scaler's state holds all .* is \d+ once \d+ was restored")
 class ForgottenScale(FP32):
     class scaler(LossScaler):  # noqa: N801
         scale = 2.0
