@@ -166,7 +166,8 @@ def test_what_trainers_add_to_a_small_step(job: JobFile, ranks: int) -> None:
     found = measured(job, *words)
     assert list(found) == ["plain", "own-loop", "run"]
     for loop, of_batch in found.items():
-        assert list(of_batch) == ["32", "1024"] and all(0.1 < each < 1000 for each in of_batch.values()), (loop, of_batch)
+        assert list(of_batch) == ["32", "1024"], loop
+        assert all(0.1 < each < 1000 for each in of_batch.values()), (loop, of_batch)
 
 
 @pytest.mark.parametrize(
