@@ -126,7 +126,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PluginState:
-    """State that a plugin keeps in checkpoints, under a name of its own.
+    """State that a plugin keeps in checkpoints, under a name that no other of the job has.
 
     pieces: live tensors, filled at a resume. values: gives small JSON values at each save, equal on all ranks. restore: gets
     them back at a resume. A checkpoint need not have any of it: then the tensors stay as they are, and restore isn't called.
