@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,10 +99,9 @@ def train_step(steps: Steps) -> tuple[int, Update]:
 
     # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()
-    mine = steps.figures(step)
     with position.inside("exchange of figures", step):  # here alone the loop waits for the device
-        ranks = replace(
-            mine,
+        ranks = steps.figures(
+            step,
             loss=loss_sum * model.loss_share,
             square=model.totals.square(gradients),
             route=model.route(),

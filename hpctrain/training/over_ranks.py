@@ -17,9 +17,9 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
 
-# elements that are added in their own dtype before float64 takes over. Adding whole tensors in float32 on a CPU has errors
-# of 1e-4 of the norm, and layouts differ by as much. Adding everything in float64 takes ten times as long.
-_CHUNK = 4096
+# elements that are added in their own dtype before float64 takes over: whole tensors in float32 on a CPU have errors of 1e-4 of
+# the norm, and layouts differ by as much; and those of a tensor up to which all in float64, ten times slower, takes no longer
+_CHUNK, _SMALL = 4096, 16384
 
 
 class FullParameters:
@@ -109,11 +109,11 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(norms).double().square().sum()
     norms, rests = [], []
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        even = len(flat) // _CHUNK * _CHUNK
-        if even:
-            norms.append(torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1))
-        if even < len(flat):
-            rests.append(flat[even:])
-    norms += [norm.view(1) for norm in foreach_norm(rests)] if rests else []
-    return torch.cat(norms).double().square().sum()
+        rest = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if rest.numel() > _SMALL:
+            flat, dtype = rest.reshape(-1), torch.float32 if rest.dtype.itemsize == 2 else None
+            even = len(flat) // _CHUNK * _CHUNK
+            norms.append(torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1, dtype=dtype).double())
+            rest = flat[even:]
+        rests.append(rest)
+    return torch.cat([*norms, torch.stack(foreach_norm(rests, 2, torch.float64))]).square().sum()

@@ -82,6 +82,7 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
         finally:
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
+    gc.unfreeze()  # what the steps have frozen
     gc.collect()
 
 

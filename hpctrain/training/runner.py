@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -53,11 +54,11 @@ class PlainRunner(Runner):
         parts = self._parts
         if not all(one.training for one in self._modules):  # sets an attribute of each, which takes longer than a look
             parts.module.train()
-        total = torch.zeros((), dtype=torch.float64, device=parts.device)
+        losses = []
         for i, micro in enumerate(micro_batches):
             parts.sharded.begin(last=i == len(micro_batches) - 1)
-            total += self._train_on(micro, divisor, step)
-        return total
+            losses.append(self._train_on(micro, divisor, step).double())
+        return reduce(torch.add, losses)
 
     def _train_on(self, micro: MicroBatch, divisor: int, step: int) -> Tensor:
         """Forward and backward of one micro batch; its loss."""

@@ -151,7 +151,7 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
     assert devices.device_of_rank(1) == XPU and devices.is_accelerator(XPU)
     devices.use_device(XPU)
     assert machine.current == {threading.get_ident(): XPU}
-    assert memory_of(XPU, 0)[:4] == [4097, 0, 8192, 0]
+    assert memory_of(XPU, 0, 0)[:4] == [4097, 0, 8192, 0]
     devices.begin_peak(XPU)
     assert machine.peaks_reset == [XPU]
     begin, end = devices.mark(XPU), devices.mark(XPU)

@@ -204,9 +204,10 @@ def test_a_rank_loads_slowly_only_if_its_own_loading_takes_longer(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_micro_batch_tells_how_long_its_samples_took(workers: int) -> None:
     samples, plan = Batches(Slow()), [Planned([0, 1, 2], 0) for _ in range(3)]
-    pool = Pool(samples, workers, start_method="fork")
+    pool, begin = Pool(samples, workers, start_method="fork"), time.perf_counter()
     try:
-        assert [one.seconds * max(1, workers) for one in pool.load(iter(plan))] == [pytest.approx(0.06, abs=0.05)] * 3
+        seconds = [one.seconds * max(1, workers) for one in pool.load(iter(plan))]
+        assert len(seconds) == 3 and min(seconds) > 0.05 and max(seconds) < time.perf_counter() - begin
     finally:
         pool.close()
 

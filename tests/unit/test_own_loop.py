@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import re
@@ -120,6 +121,19 @@ def test_groups_and_a_scheduler_of_torch() -> None:
         mine.zero_grad()
     torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
     assert [row["lr"] for row in rows()] == pytest.approx([0.1 / (step + 1) for step in range(5)])
+
+
+def test_objects_of_before_are_collected_again_once_the_loop_is_over() -> None:
+    """In between they are no work for the collector, which would stop each rank in another step."""
+    with looping(steps=1) as loop:
+        net = make_net()
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters()))
+        for step in loop.steps():
+            assert gc.get_freeze_count() > 1000
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y))
+            optimizer.step()
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -29,6 +29,7 @@ from hpctrain.model.refusals import refuse_embeddings
 from hpctrain.model.trials import updates_parts_alike
 from hpctrain.registry.registry import build_registry
 from hpctrain.training import starts
+from hpctrain.training.over_ranks import _sum_of_squares
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,16 @@ def test_adamw_with_groups_in_fp32(chosen: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         assert row["loss"] == pytest.approx(loss.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("sizes", [(7, 0, 1), (3, 16384, 16385), (300_001,)], ids=str)
+def test_the_norm_is_exact_in_every_dtype(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    gradients = [torch.randn(n).to(dtype) for n in sizes]
+    exact = sum(float(torch.view_as_real(one.to(torch.complex128)).square().sum()) for one in gradients)
+    assert float(_sum_of_squares(gradients)) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.cases(thorough=["changes0"])

@@ -19,17 +19,15 @@ KINDS = ("memory", "allocated", "reserved", "fragmented", "host")
 _process = cache(psutil.Process)  # to make one takes a millisecond; a forked rank has another process than its server
 
 
-def resident_bytes() -> int:
-    """Bytes of this process in memory now. The system takes up to a millisecond to tell."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-def memory_of(device: torch.device, resident: int) -> list[int]:
-    """Bytes by kind, those on an accelerator zero on the CPU. resident: of `resident_bytes`."""
-    if is_accelerator(device):
-        return [*memory_on(device), resident]
+def process_bytes() -> tuple[int, int]:
+    """Bytes of this process in memory, at its peak and now. The system takes up to a millisecond to tell."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return [peak if sys.platform == "darwin" else peak * 1024, 0, 0, 0, resident]
+    return peak if sys.platform == "darwin" else peak * 1024, int(_process(os.getpid()).memory_info().rss)
+
+
+def memory_of(device: torch.device, peak: int, resident: int) -> list[int]:
+    """Bytes by kind, those on an accelerator zero on the CPU. peak, resident: of `process_bytes`."""
+    return [*memory_on(device), resident] if is_accelerator(device) else [peak, 0, 0, 0, resident]
 
 
 def memory(device: torch.device | str | None = None) -> dict[str, int]:
@@ -40,5 +38,5 @@ def memory(device: torch.device | str | None = None) -> dict[str, int]:
     """
     kind = accelerator()
     here = torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
-    found = zip(KINDS, memory_of(here if device is None else torch.device(device), resident_bytes()), strict=True)
+    found = zip(KINDS, memory_of(here if device is None else torch.device(device), *process_bytes()), strict=True)
     return {f"{name}_bytes": value for name, value in found if value}

@@ -20,12 +20,12 @@ from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.figures import RankFigures
 from hpctrain.training.meters.clock import PARTS, Clock
-from hpctrain.training.meters.memory import KINDS, memory_of, resident_bytes
+from hpctrain.training.meters.memory import KINDS, memory_of, process_bytes
 
 if TYPE_CHECKING:
     from hpctrain.training.meters.stragglers import Stragglers
 
-# seconds after which the resident memory is looked up again
+# seconds after which the process's memory is looked up again
 _PACE = 0.5
 # the names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them
 _WORLD, _OTHER = "world", "other"
@@ -54,7 +54,7 @@ class Meters:
 
             self._stragglers = Stragglers(nodes)
         self._peak = peak_flops(device, precision)
-        self._resident, self._looked = 0, -math.inf
+        self._process, self._looked = (0, 0), -math.inf
 
     def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> dict[str, Any]:
         """This rank's part of RankFigures, from the last call until now. has_known_forwards: one of each micro batch."""
@@ -62,8 +62,8 @@ class Meters:
         own_times[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
         operations = self.flops.of(micro_batches) if has_known_forwards else 0.0
         if time.monotonic() > self._looked + _PACE:
-            self._resident, self._looked = resident_bytes(), time.monotonic()
-        memory = memory_of(self._device, self._resident)
+            self._process, self._looked = process_bytes(), time.monotonic()
+        memory = memory_of(self._device, *self._process)
         begin_peak(self._device)  # a row has the peak since the one before
         return {"times": times, "own_times": own_times, "operations": operations, "memory": memory}
 
