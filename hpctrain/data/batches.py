@@ -108,7 +108,7 @@ class Batches:
     def _items(self, planned: Planned) -> list[Any]:
         """The samples; the first ones of this process are looked at."""
         positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
-        places = list(zip(map(int, planned.indices), positions, strict=True))
+        places = list(zip(planned.indices, positions, strict=True))
         if self._has_given or not places:
             return self._samples_at(places)
         [first] = self._samples_at(places[:1])
@@ -120,8 +120,8 @@ class Batches:
         return items
 
     def _samples_at(self, places: Sequence[Drawn]) -> list[Any]:
-        samples = []
-        for epoch, group in groupby(places, self._epoch_at):
+        samples, ends = [], {self._epoch_at(place) for place in (*places[:1], *places[-1:])}  # to ask each takes longer
+        for epoch, group in [(ends.pop(), iter(places))] if len(ends) == 1 else groupby(places, self._epoch_at):
             if epoch not in (None, self._epoch):  # a batch may hold the end of one epoch and the begin of the next
                 self._begin(epoch)
             samples += self._of_epoch(list(group))
