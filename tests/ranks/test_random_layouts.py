@@ -132,9 +132,9 @@ def _checkpointing(draw: random.Random) -> dict[str, Any]:
     if mode == "full":
         names = ("offload", "partition_activations")
         return {"mode": mode, "every": draw.randint(1, 3), **{name: draw.random() < 0.3 for name in names}}
-    return (
-        {"mode": mode, "keep": draw.choice([[], ["mm"], ["addmm", "bmm"]])} if mode == "selective" else {"mode": mode}
-    )
+    if mode == "selective":
+        return {"mode": mode, "keep": draw.choice([[], ["mm"], ["addmm", "bmm"]]), "keep_every": draw.randint(1, 3)}
+    return {"mode": mode}
 
 
 def two_layouts(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -55,6 +55,7 @@ def everything() -> tuple[int, list[torch.Tensor]]:
         ({"mode": "full", "every": 2}, 0.65),
         ({"mode": "full", "offload": True}, 0.25),
         ({"mode": "selective"}, 0.8),
+        ({"mode": "selective", "keep_every": 2}, 0.6),
         ({"mode": "selective", "keep": []}, 0.25),
     ],
     ids=str,
@@ -70,8 +71,15 @@ def test_every_other_block_keeps_more_than_every_block() -> None:
     assert run({"mode": "full"})[0] < run({"mode": "full", "every": 2})[0] < run({"mode": "none"})[0]
 
 
+def test_the_more_products_are_left_out_the_less_is_kept() -> None:
+    kept = [run({"mode": "selective", "keep_every": every})[0] for every in (1, 2, 3, 100)]
+    assert kept == sorted(kept, reverse=True) and len({*kept}) == 4
+
+
 @pytest.mark.cases(nightly=["{'mode': 'full', 'offload': True}"], rest="thorough")
-@pytest.mark.parametrize("table", [{"mode": "full", "offload": True}, {"mode": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "table", [{"mode": "full", "offload": True}, {"mode": "selective"}, {"mode": "selective", "keep_every": 2}], ids=str
+)
 def test_blocks_are_compiled_and_computed_again(
     table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

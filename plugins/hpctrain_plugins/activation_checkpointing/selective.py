@@ -27,12 +27,9 @@ from hpctrain.api import (
 )
 from hpctrain_plugins.activation_checkpointing.blocks import FULL, BlockBuffers, blocks_of
 
+_PRODUCTS = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm"]
 _EXPENSIVE = [
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_scaled_mm",
+    *_PRODUCTS,
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -42,6 +39,9 @@ _EXPENSIVE = [
 
 class SelectiveOptions(Options):
     keep: list[str] = Field(default=_EXPENSIVE, description="operators (torch.ops.aten names) whose outputs are kept")
+    keep_every: int = Field(
+        default=1, ge=1, description="of a block's matrix products, keep the first and every n-th after it"
+    )
 
 
 class Selective(ActivationCheckpointing):
@@ -53,7 +53,7 @@ class Selective(ActivationCheckpointing):
     options: SelectiveOptions
 
     def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return [FULL]
+        return [*(["[activation_checkpointing] keep_every = 2"] if self.options.keep_every == 1 else []), FULL]
 
     def problems(self, plan: Plan) -> list[Problem]:
         split = [name for name, plugin in plan.parallelism.items() if plugin.traits.splits_backward]
@@ -73,42 +73,47 @@ class Selective(ActivationCheckpointing):
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks = blocks_of(module, spec, self.name)
         kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
+        selecting = partial(_selecting, kept, self.options.keep_every)
         for block in blocks:
             # replaces the bound method instead of wrapping the module, so parameter names do not change
-            block.forward = partial(_recomputed, kept, BlockBuffers(block).contexts, block.forward)
+            block.forward = partial(_recomputed, selecting, BlockBuffers(block).contexts, block.forward)
 
 
 def _recomputed(
-    kept: set[Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
+    selecting: partial[Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
     # a frame of our own: Dynamo skips the frames of torch.utils.checkpoint and everything called from them
-    contexts: Callable[[], Any] = partial(_both, sparing, partial(_selecting, kept))
+    contexts: Callable[[], Any] = partial(_both, sparing, selecting)
     if torch.compiler.is_compiling():
-        contexts = partial(_strictly_selecting, kept)
+        contexts = partial(_strictly_selecting, *selecting.args)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
-def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
+def _strictly_selecting(kept: set[Any], every: int) -> tuple[Any, Any]:
     """torch's own `context_fn`, which fails if backward runs an operator that forward did not run."""
+    products, counts = {getattr(torch.ops.aten, name) for name in _PRODUCTS}, [0]
 
     def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if _is_kept(operator, kept) else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = _is_kept(operator, kept)
+        if is_kept and operator.overloadpacket in products:
+            is_kept, counts[0] = counts[0] % every == 0, counts[0] + 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
 
 
 def _is_kept(operator: Any, kept: set[Any]) -> bool:
-    """Whether to keep the outputs. Not if they lie in the caller's memory (`mm(out=)` in compiled code), which may change."""
+    """Whether the outputs may be kept. Not if they lie in the caller's memory (`mm(out=)` in compiled code), which may change."""
     return getattr(operator, "overloadpacket", None) in kept and not is_mutable(operator)
 
 
-def _selecting(kept: set[Any]) -> tuple[Any, Any]:
-    keeping, giving = _strictly_selecting(kept)
+def _selecting(kept: set[Any], every: int) -> tuple[Any, Any]:
+    keeping, giving = _strictly_selecting(kept, every)
     return keeping, _Again(kept, giving)
 
 
 class _Again(TorchDispatchMode):
-    """Takes kept outputs from `giving`, and computes everything else.
+    """Takes kept outputs from `giving`, which computes those of the same operators that it has not, and computes everything else.
 
     The rest may differ from what forward computed: a unit of stage 3 inside a block may be gathered here although it was
     already gathered in forward, or the other way round.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Options, Piece, Sharding, hookimpl
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
-from hpctrain_plugins.sharding.advice import memory_advice
+from hpctrain_plugins.sharding import advice
 
 
 class Zero0Options(Options):
@@ -28,6 +27,7 @@ class Zero0(Sharding):
     Options = Zero0Options
     options: Zero0Options
     divides = frozenset()
+    memory_advice = advice.memory_advice
     tells_spans = True
     sums_by_piece = True
 
@@ -36,9 +36,6 @@ class Zero0(Sharding):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero0Model:
         return Zero0Model(module, sums, self.options)
-
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero0Model(BucketedModel):

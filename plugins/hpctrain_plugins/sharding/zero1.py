@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain.toolkit.partitioned import Partitioned, PartitionedModel, PartitionedOptions
-from hpctrain_plugins.sharding.advice import memory_advice
+from hpctrain_plugins.sharding import advice
 
 
 class Zero1Options(PartitionedOptions):
@@ -23,14 +22,12 @@ class Zero1(Partitioned):
 
     name = "zero-1"
     divides = frozenset({"optimizer state"})
+    memory_advice = advice.memory_advice
     Options = Zero1Options
     options: Zero1Options
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero1Model:
         return Zero1Model(module, mesh, sums, self.options)
-
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero1Model(PartitionedModel):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain.toolkit.partitioned import BucketSlice, Partitioned, PartitionedModel, PartitionedOptions
-from hpctrain_plugins.sharding.advice import memory_advice
+from hpctrain_plugins.sharding import advice
 
 # the most buckets that may be in flight while the next one is filled
 _IN_FLIGHT = 2
@@ -34,14 +34,12 @@ class Zero2(Partitioned):
 
     name = "zero-2"
     divides = frozenset({"gradients", "optimizer state"})
+    memory_advice = advice.memory_advice
     Options = Zero2Options
     options: Zero2Options
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero2Model:
         return Zero2Model(module, mesh, sums, self.options)
-
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero2Model(PartitionedModel):

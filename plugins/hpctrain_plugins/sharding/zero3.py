@@ -41,7 +41,7 @@ from hpctrain.api import (
 )
 from hpctrain.toolkit.buckets import trained
 from hpctrain.toolkit.offload import HostGradients, host_copy, is_needed, warn_if_useless
-from hpctrain_plugins.sharding.advice import memory_advice
+from hpctrain_plugins.sharding import advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.whole_gradients import WholeGradients
 from hpctrain_plugins.sharding.wrapping import refuse_unseen, units_of, unseen
@@ -111,6 +111,7 @@ class Zero3(Sharding):
 
     name = "zero-3"
     divides = frozenset({"parameters", "gradients", "optimizer state"})
+    memory_advice = advice.memory_advice
     Options = Zero3Options
     options: Zero3Options
 
@@ -135,9 +136,6 @@ class Zero3(Sharding):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero3Model:
         return Zero3Model(module, spec, mesh, sums, self.options)
-
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return memory_advice(self.name, self.options, ranks, device)
 
 
 def _rounded(unit: nn.Module, device: torch.device) -> MixedPrecisionPolicy:
