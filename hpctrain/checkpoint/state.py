@@ -64,8 +64,8 @@ def state_pieces(
             name = f"{OPTIMIZER}{piece.name}/{key}"
             if not isinstance(value, Tensor):
                 continue  # see optimizer_numbers
-            # its blocks belong to one layout: docs/decisions/0022
-            saved = value.dequantize() if _is_quantized(value) else value
+            # its blocks belong to one layout: docs/decisions/0022; in host memory: a device may lack room for four times its bytes
+            saved = value.cpu().dequantize() if _is_quantized(value) else value
             same = value.shape == piece.tensor.shape
             # the place of any other shape in the full model's state is unknown
             if not same and value.numel() != 1 and piece.tensor.shape != piece.shape:
@@ -85,7 +85,7 @@ def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
             if isinstance(value, Tensor) and _is_quantized(value):
-                value.copy_(read[f"{OPTIMIZER}{piece.name}/{key}", piece.offsets])
+                value.copy_(read[f"{OPTIMIZER}{piece.name}/{key}", piece.offsets].to(value.device))
 
 
 def _is_quantized(tensor: Tensor) -> bool:

@@ -65,3 +65,27 @@ print(there.tolist(), there.clone().tolist(), there.imag.to("cpu").tolist(), (th
 """
     expected = "6000.0\n[(1-2j)] [(1-2j)] [-2.0] [(2-4j)]\n"
     assert ended(code) == (0, expected)
+
+
+@pytest.mark.thorough
+def test_moments_of_8_bits_are_saved_from_host_memory() -> None:
+    """In float32 they would need four times their bytes on the device, which may not be there."""
+    pytest.importorskip("torchao")
+    code = """
+from hpctrain.checkpoint.state import restore_quantized, state_pieces
+from hpctrain.contracts.pieces import Piece
+from torchao.optim.subclass_8bit import OptimState8bit
+module = torch.nn.Linear(128, 64, bias=False, device="sim")
+optimizer = torch.optim.SGD(module.parameters())
+moment = OptimState8bit.zeros((64, 128), True, 256, device="sim")
+moment.copy_(torch.randn(64, 128).to("sim"))
+optimizer.state[module.weight]["exp_avg"] = moment
+trained = [Piece.of("weight", module.weight)]
+saved = state_pieces(module, trained, ["weight"], optimizer)[-1]
+again = OptimState8bit.zeros((64, 128), True, 256, device="sim")
+again.copy_(moment.dequantize())  # codes at a border change
+moment.copy_(torch.zeros(64, 128).to("sim"))
+restore_quantized(trained, optimizer, [saved])
+print(saved.name, saved.tensor.device, torch.equal(moment.codes.cpu(), again.codes.cpu()))
+"""
+    assert ended(code) == (0, "6000.0\noptimizer/weight/exp_avg cpu True\n")
