@@ -70,7 +70,7 @@ class RunnerParts:
         """The module as it lies on this rank."""
         return self.sharded.module
 
-    def backward_from(self, loss: Tensor, divisor: int) -> Tensor:
+    def backward_from(self, loss: Tensor, divisor: float | Tensor) -> Tensor:
         """The tensor from which backward starts, where the step's losses are divided by `divisor`. Raises TrainingError for a
         loss without a graph."""
         if not torch.is_grad_enabled():
@@ -133,11 +133,12 @@ class Runner(ABC):
     """Runs forwards and backwards. The trainer's loop never calls a model itself."""
 
     @abstractmethod
-    def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
+    def train(self, micro_batches: list[MicroBatch], divisor: float | Tensor, step: int) -> Tensor:
         """Forward and backward of every micro batch; the sum of this rank's losses, a float64 scalar on the device.
 
-        Gradients are of (sum of losses) / `divisor`, summed over the micro batches. Calls `sharded.begin` before the
-        forward of each micro batch, or once before all of them where their forwards and backwards interleave.
+        Gradients are of (sum of losses) / `divisor`, a number or a scalar on the device, summed over the micro batches. Calls
+        `sharded.begin` before the forward of each micro batch, or once before all of them where their forwards and backwards
+        interleave.
         """
 
     def figures(self) -> Sequence[float]:

@@ -43,6 +43,9 @@ class RankFigures(Generic[T]):
     terms: T = _LEFT_OUT
     """Tokens or samples that the rank's losses are summed over, 1 for a program's mean; 0 where another rank counts them."""
 
+    count: T = _LEFT_OUT
+    """The terms of the global batch."""
+
     stop: T = _LEFT_OUT
     """The level of a request to stop, 0 for none."""
 

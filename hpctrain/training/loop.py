@@ -6,22 +6,17 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from hpctrain.ranks.json_collectives import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import Ask, Asking, evaluate, look, refuse_unmeasured
 from hpctrain.training.figures import gather_row
 from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.session import Session
-from hpctrain.training.step import (
-    Steps,
-    Update,
-    end_hooks,
-    end_if_asked,
-    figures_of_update,
-    moment,
-    start_hooks,
-)
+from hpctrain.training.step import Steps, Update, end_hooks, end_if_asked, figures_of_update, moment, start_hooks
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
@@ -82,15 +77,15 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     position = session.hooks.position
     micro_batches = steps.load()
     with position.inside("counting", step):
-        # the divisor is known before the first backward, and is the same on every layout
-        count = sum_of(sum(micro.terms for micro in micro_batches), model.batch_group)
-    if count == 0:
-        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
-
+        # of the global batch on every layout; an accelerator has it in time, and the exchange below tells it
+        terms = sum(micro.terms for micro in micro_batches)
+        divisor = torch.full((), terms, dtype=torch.float64, device=session.device)
+        if model.batch_group.size() > 1:
+            dist.all_reduce(divisor, group=model.batch_group)
     model.begin_sums(step)
     with session.meters.flops.counting(micro_batches):
         # forward and backward; buckets are summed as they fill
-        loss_sum = model.runner.train(micro_batches, count, step)
+        loss_sum = model.runner.train(micro_batches, divisor, step)
     with position.inside("sums of gradients", step):
         model.sharded.synchronize()
     if step == session.progress.first_step:
@@ -103,11 +98,15 @@ def train_step(steps: Steps) -> tuple[int, Update]:
         ranks = steps.figures(
             step,
             loss=loss_sum * model.loss_share,
+            count=divisor,
             square=model.totals.square(gradients),
             route=model.route(),
             of_runner=model.runner.figures(),
             named=model.named_losses.figures(),
         ).exchanged(partial(gather_row, device=session.device))
+    count = int(ranks[0].count)
+    if count == 0:
+        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label")
     steps.compare_replicas(step, ranks)
     figures = figures_of_update(session, model, ranks, count)
     update = steps.update(model, gradients, figures)

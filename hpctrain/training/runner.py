@@ -50,7 +50,7 @@ class PlainRunner(Runner):
         self._parts = parts
         self._modules = list(parts.module.modules())
 
-    def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
+    def train(self, micro_batches: list[MicroBatch], divisor: float | Tensor, step: int) -> Tensor:
         parts = self._parts
         if not all(one.training for one in self._modules):  # sets an attribute of each, which takes longer than a look
             parts.module.train()
@@ -60,7 +60,7 @@ class PlainRunner(Runner):
             losses.append(self._train_on(micro, divisor, step).double())
         return reduce(torch.add, losses)
 
-    def _train_on(self, micro: MicroBatch, divisor: int, step: int) -> Tensor:
+    def _train_on(self, micro: MicroBatch, divisor: float | Tensor, step: int) -> Tensor:
         """Forward and backward of one micro batch; its loss."""
         parts = self._parts
         parts.seed_draws(step, micro)

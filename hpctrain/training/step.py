@@ -237,18 +237,15 @@ class Steps:
         }
 
     def _act(self, model: TrainedModel, verdict: Verdict) -> bool:
-        session, step, samples = self.session, verdict.figures.step, None
-        if verdict.cause == "non_finite" and self._loader is not None:
-            from hpctrain.training.guard.first_nonfinite import nonfinite_samples
-
-            samples = nonfinite_samples(
-                self._micro_batches, self._loader.indices, "item" if session.feed.is_stream else "sample"
-            )
-        why = "; ".join([verdict.said, *([samples] if samples else [])])
+        session, step, samples, why = self.session, verdict.figures.step, None, verdict.said
         if verdict.cause == "non_finite":
-            from hpctrain.training.guard.first_nonfinite import first_nonfinite  # a healthy run needs none of it
+            from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples  # few runs need it
 
-            why = f"{why}; {first_nonfinite(model, verdict.figures.losses, session.identity)}"
+            if self._loader is not None:
+                kind = "item" if session.feed.is_stream else "sample"
+                samples = nonfinite_samples(self._micro_batches, self._loader.indices, kind)
+            first = first_nonfinite(model, verdict.figures.losses, session.identity)
+            why = "; ".join(part for part in (why, samples, first) if part)
         if verdict.action in ("warn", "skip"):
             left_out = f" left out ({model.guard.counted()})" if verdict.action == "skip" else ""
             session.report.say(f"guard        step {step}{left_out}: {why}")

@@ -106,6 +106,13 @@ def test_the_norm_is_exact_in_every_dtype(sizes: tuple[int, ...], dtype: torch.d
     assert float(_sum_of_squares(gradients)) == pytest.approx(exact, rel=1e-6)
 
 
+def test_a_step_without_a_label_ends_the_run() -> None:
+    data = [{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)} for _ in range(24)]
+    with pytest.raises(TrainingError, match="step 1: no token or sample of the global batch has a label"):
+        hpctrain.run({**job(), "dataset": {"name": data}})
+    assert not rows()
+
+
 @pytest.mark.cases(thorough=["changes0"])
 @pytest.mark.parametrize("changes", [{"activation_checkpointing": {"mode": "full"}}, {"batch": {"micro_size": 4}}])
 def test_what_must_not_change_the_curve(changes: dict[str, Any]) -> None:

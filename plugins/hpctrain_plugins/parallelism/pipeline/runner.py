@@ -49,10 +49,10 @@ class PipelineRunner(Runner):
         self._step = 0
         self._watch = Stopwatch(parts.device, lambda name: parts.phase(name, self._step))
         self._is_set_up = False
-        self._divisor = 1
+        self._divisor: float | Tensor = 1
         self._total = torch.zeros((), dtype=torch.float64, device=parts.device)
 
-    def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
+    def train(self, micro_batches: list[MicroBatch], divisor: float | Tensor, step: int) -> Tensor:
         parts = self._parts
         parts.module.train()
         self._divisor, self._step, self._has_forwarded = divisor, step, False
