@@ -87,10 +87,6 @@ def _numpy(of: np.random.Generator | np.random.RandomState) -> Generator:
     return Generator(lambda: bits.state, restore, lambda number: restore(type(bits)(number).state))
 
 
-def _is_same(state: Any, other: Any) -> bool:
-    return state is other or _comparable(state) == _comparable(other)
-
-
 def _comparable(state: Any) -> Any:
     """A state whose parts have an == for the whole, which NumPy's arrays lack."""
     if isinstance(state, dict):
@@ -167,8 +163,9 @@ class Draws:
                     results = together()
                 else:
                     results = [self._seeded(name, partial(call, *name), self._drawn) for name in names]
-                rest = set(range(len(before))) - self._drawn
-                drawn = {number for number in rest if not _is_same(generators[number].state(), before[number])}
+                now = {number: generators[number].state() for number in range(len(before)) if number not in self._drawn}
+                changes = {number for number, state in now.items() if state is not before[number]}
+                drawn = {number for number in changes if _comparable(now[number]) != _comparable(before[number])}
                 changed = self._drawn | drawn
             finally:
                 for number in changed:

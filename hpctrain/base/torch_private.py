@@ -16,7 +16,7 @@ import importlib
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -181,11 +181,6 @@ def is_compiled_module(module: nn.Module) -> bool:
     forward = getattr(module, "forward", None)
     made = type(module).__name__ == "OptimizedModule" or hasattr(forward, "_torchdynamo_orig_callable")
     return made or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [tensor._version for tensor in tensors]
 
 
 def end_workers(loader: DataLoader[Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hpctrain.base.safe_files import cache_directory
+from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import Plugin
 
 Split = Literal["train", "validation", "test"]
@@ -89,6 +90,10 @@ class Samples(Source):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples with these indices; override it where several at once are faster."""
         return [self[index] for index in indices]
+
+    def batch(self, indices: Sequence[int]) -> Batch | None:
+        """These samples as default_collate stacks them, where that is faster at once and draws nothing; None: it is not."""
+        return None
 
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch, from 0, of the training samples that are asked for next; called where it changes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.base.devices import seed_draws
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.random_numbers import derive_seed
-from hpctrain.base.torch_private import versions
-from hpctrain.contracts.model import Batch, ModelSpec, tensors_in, trained_loss
-from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.model import Batch, ModelSpec, trained_loss
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.sharding import ShardedModel
 
@@ -92,24 +90,10 @@ class RunnerParts:
         """
         seed_draws(derive_seed(self.seed, step, micro.place, stage), self.device)
 
-    @contextmanager
-    def target_kept(self, batch: Batch, method: str) -> Iterator[None]:
-        """A context around a call of the model's `method`. Raises ContractError if it has changed the batch's target in place."""
-        target = batch.get("labels") if isinstance(batch, Mapping) else batch[-1:] if isinstance(batch, list) else None
-        tensors = [tensor for tensor in tensors_in(target) if not tensor.is_inference()]  # those have no version
-        before = versions(tensors)
-        yield
-        if versions(tensors) != before:
-            raise broken(
-                self.spec, f"changed the target of its batch in place in `{method}`",
-                "a changed copy: metrics measure the target, and `count` has counted it",
-            )  # fmt: skip
-
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
-        with self.target_kept(micro.batch, "loss"):
-            result = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
-            figures = dict(self.spec.figures(outputs, micro.batch))
+        result = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
+        figures = dict(self.spec.figures(outputs, micro.batch))
         trained = trained_loss(result)
         if isinstance(result, Mapping) and trained is not result:
             figures |= {name: self._scalar(loss, f" {name!r}") for name, loss in result.items() if name != "loss"}

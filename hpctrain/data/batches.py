@@ -93,11 +93,18 @@ class Batches:
         self.draws = samples.draws
 
     def __getitem__(self, planned: Planned) -> Loaded:
-        batch = self._collated(self._items(planned), planned)
+        batch = self._at_once(planned) or self._collated(self._items(planned), planned)
         self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)
         return Loaded(planned, batch)
+
+    def _at_once(self, planned: Planned) -> Batch | None:
+        """The batch without its items, where the samples can give it; not the first one, nor an epoch's."""
+        ends = {position // self._size for position in (*planned.positions[:1], *planned.positions[-1:])}
+        if not self._has_given or self._collate is not default_collate or ends - {self._epoch}:
+            return None
+        return self._samples.batch(planned.indices)
 
     def _collated(self, items: list[Any], planned: Planned) -> Batch:
         collate = partial(collated, self._samples, self._collate, items, planned)

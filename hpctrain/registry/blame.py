@@ -96,8 +96,9 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     if call is None:
         return f"the plugin {raised(error)}"
     source, trace = call
-    frames = "".join(traceback.format_tb(trace)).rstrip()
-    return f"the plugin {source} {raised(error)} in {_method(trace)}{failing_layer(trace)}\n{frames}"
+    frames, code = "".join(traceback.format_tb(trace)).rstrip(), trace.tb_frame.f_code
+    method = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on, it includes the class
+    return f"the plugin {source} {raised(error)} in {method}{failing_layer(trace)}\n{frames}"
 
 
 def failing_layer(trace: TracebackType | None) -> str:
@@ -164,11 +165,6 @@ def _holds(plugin: str, module: str) -> bool:
     """Whether `module` belongs to the package of the module `plugin`."""
     package = plugin.rpartition(".")[0]
     return module == plugin or module.startswith(f"{plugin}.") or bool(package and module.startswith(f"{package}."))
-
-
-def _method(trace: TracebackType) -> str:
-    code = trace.tb_frame.f_code
-    return str(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on, it includes the class
 
 
 def raised(error: BaseException) -> str:

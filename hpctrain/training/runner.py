@@ -78,8 +78,7 @@ class PlainRunner(Runner):
         total, count = torch.zeros((), dtype=torch.float64, device=parts.device), 0
         for micro in micro_batches:
             with parts.context(), parts.precision.forward(parts.device):
-                with parts.target_kept(micro.batch, "forward"):
-                    outputs = parts.spec.forward(parts.module, micro.batch)
+                outputs = parts.spec.forward(parts.module, micro.batch)
                 loss = parts.loss(outputs, micro)
                 if micro.counts:
                     see(outputs, micro.batch)
@@ -91,7 +90,6 @@ class PlainRunner(Runner):
     def _loss(self, micro: MicroBatch, step: int) -> Tensor:
         parts = self._parts
         with parts.precision.forward(parts.device):
-            with parts.target_kept(micro.batch, "forward"):
-                outputs = parts.spec.forward(parts.module, micro.batch)
+            outputs = parts.spec.forward(parts.module, micro.batch)
             parts.forwarded(step, outputs, micro.batch)
             return parts.loss(outputs, micro)

@@ -86,14 +86,14 @@ class PlacesInTheRow(GPT):
         return module(batch["input_ids"], of_the_row, batch.get("documents"))
 
 
-@model("changed the target of its batch in place in `forward`")
+@model("leaves the target of its batch.*in place in `forward`")
 class MasksTheTarget(GPT):
     def forward(self, module, batch):
         batch["labels"][:, ::2] = -100
         return super().forward(module, batch)
 
 
-@model("changed the target of its batch in place in `loss`")
+@model("leaves the target of its batch.*in place in `loss`")
 class ShiftsTheTarget(GPT):
     def loss(self, outputs, batch):
         batch["labels"].clamp_(min=1)

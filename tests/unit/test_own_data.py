@@ -14,6 +14,7 @@ import pytest
 import torch
 from launching import run
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, TensorDataset
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
@@ -611,3 +612,58 @@ def test_the_trial_of_a_loss_leaves_an_object_as_it_is() -> None:
     hpctrain.run({"job": {"name": "centred", "steps": 2}, "batch": {"global_size": 12, "micro_size": 4}, "model": model,
                   "dataset": {"name": points}, "optimizer": {"name": "sgd", "lr": 1e-9}})  # fmt: skip
     assert loss.calls == 2 * 3
+
+
+class ByItems:
+    """A data set whose items are another one's."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.read = source, 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return self.source[index]
+
+
+@pytest.mark.parametrize("part", [None, [7, 3, 5, 0, 9, 1, 8, 2, 6, 4]], ids=["TensorDataset", "Subset"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_tensors_in_memory_are_read_at_once(
+    part: list[int] | None, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As their items would be stacked; also where a batch has the end of an epoch and the begin of the next."""
+    tensors = torch.randn(10, 2, 3, dtype=torch.float64), torch.arange(10), torch.rand(10) < 0.5
+    whole = TensorDataset(*tensors)
+    source: Any = whole if part is None else Subset(whole, part)
+    items, read = ByItems(source), Counter[str]()
+    one, other = (Batches(UserSamples("given", data, None, None)) for data in (source, items))
+    plain = TensorDataset.__getitem__
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda data, at: read.update("r") or plain(data, at))
+    for begin, end in ((0, 3), (3, 7), (7, 13), (13, 16), (16, 17)):
+        indices = [place % 10 for place in range(begin, end)]
+        planned = Planned(indices, 0, positions=range(begin, end) if training else ())
+        before = read["r"]
+        found = one[planned].batch
+        at_once = read["r"] == before
+        assert at_once is (begin not in ((0, 7) if training else (0,)))
+        expected = other[planned].batch
+        assert isinstance(found, list) and [each.dtype for each in found] == [each.dtype for each in expected]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_loss_that_changes_its_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics would measure the changed one."""
+    monkeypatch.chdir(tmp_path)
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(outputs, target.clamp_(max=1))
+
+    data = TensorDataset(torch.randn(12, 3), torch.randint(5, (12,)))
+    tables = {
+        "job": {"name": "own", "steps": 2}, "model": {"name": lambda: torch.nn.Linear(3, 5), "loss": loss},
+        "dataset": {"name": data}, "batch": {"global_size": 4, "micro_size": 4}, "optimizer": {"name": "sgd", "lr": 0.1},
+    }  # fmt: skip
+    with pytest.raises(TrainingError, match=r"the loss of .* changed its target in place, expected a copy"):
+        hpctrain.run(tables)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import forked_random_state
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.base.torch_private import children_of
+from hpctrain.base.torch_private import children_of, version_of
 from hpctrain.contracts.model import Batch, ModelSpec, PipelineModel, map_tensors, tensors_in, trained_loss
 from hpctrain.registry.blame import users_code
 from hpctrain.registry.user_code.reference import refuse_arguments, resolve, resolve_for
@@ -116,7 +116,13 @@ class UserModel(PipelineModel):
         """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor (rows,) as one loss per
         row, and of a dict each value. Raises TrainingError for other shapes: they don't say whether to sum or to average."""
         target = self.target(batch)
+        unversioned = torch.compiler.is_compiling() or target.is_inference()
+        before = None if unversioned else version_of(target)
         value = self._loss(outputs, target)
+        if before is not None and version_of(target) != before:
+            raise TrainingError(
+                f"the loss of {self.name} changed its target in place, expected a copy: metrics measure it, too"
+            )
         if isinstance(value, Mapping) and value:
             return {str(name): self._sum(loss, len(target), f" {name!r}") for name, loss in value.items()}
         return self._sum(value, len(target), "")

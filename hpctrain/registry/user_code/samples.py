@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from hpctrain.base.draws import Draws
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Source, Stream, Weights
+from hpctrain.contracts.model import Batch
 from hpctrain.registry.blame import users_code
 from hpctrain.registry.user_code.reference import resolve_for
 
@@ -141,6 +143,9 @@ class UserSamples(_UserSource, Samples):
             )
         return items
 
+    def batch(self, indices: Sequence[int]) -> Batch | None:
+        return _of_tensors(self._source, indices)
+
     def lengths(self) -> Lengths | None:
         """The dataset's own `lengths()` if it has one, else None."""
         if not hasattr(self._source, "lengths"):
@@ -173,6 +178,13 @@ class UserSamples(_UserSource, Samples):
         for first, second in zip(texts, texts, strict=True):  # one iterator, so these are pairs: each is read twice
             digest.update(first if first == second else b"differs")
         return digest.hexdigest()
+
+
+def _of_tensors(source: Any, indices: Sequence[int]) -> list[Tensor] | None:
+    """A batch of a TensorDataset, or of a Subset of one: several times faster than by items."""
+    if type(source) is Subset:
+        return _of_tensors(source.dataset, [source.indices[index] for index in indices])
+    return [tensor[list(indices)] for tensor in source.tensors] if type(source) is TensorDataset else None
 
 
 def weigh_by(reference: str) -> Callable[[Any], Weights]:

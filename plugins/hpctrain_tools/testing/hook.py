@@ -25,8 +25,8 @@ from hpctrain.api import (
     Request,
     gather_values,
     hookimpl,
+    version_of,
 )
-from hpctrain.base.torch_private import versions
 from hpctrain.contracts.model import tensors_in
 from hpctrain.registry.discovery import new_manager, register
 from hpctrain_tools.testing.collectives import wrong_collectives
@@ -166,9 +166,9 @@ class _Recording:
             if self._states.setdefault(_checksum(state), step) != step:
                 self._note("forwards draw other numbers in each step", "let two steps draw the same random numbers")
         tensors = [one for one in tensors_in((outputs, batch)) if not one.is_inference()]
-        before = versions(tensors)
+        before = [version_of(one) for one in tensors]
         found = yield
-        if versions(tensors) != before:
+        if [version_of(one) for one in tensors] != before:
             self._note("looks at outputs and batches", "changed the model's outputs or the batch in hpctrain_outputs")
         return found
 

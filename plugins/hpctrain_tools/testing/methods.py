@@ -56,6 +56,23 @@ def _model(kit: Kit) -> None:
         kit.breaks("gives blocks of the module", "a block is no part of the module that blocks() is given")
     elif len({id(one) for block in blocks for one in block.modules()}) < sum(len([*one.modules()]) for one in blocks):
         kit.breaks("gives blocks of the module", "a block is there twice, or in another one")
+    _target(kit, plugin)
+
+
+def _target(kit: Kit, plugin: ModelSpec) -> None:
+    """Of the kit's own tokens; a model that takes none isn't asked."""
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    outputs = None
+    for method in ("forward", "loss"):
+        with suppress(Exception), torch.no_grad():
+            outputs = plugin.forward(plugin.build(), batch) if method == "forward" else plugin.loss(outputs, batch)
+        if not torch.equal(batch["labels"], ids):
+            kit.breaks(
+                "leaves the target of its batch, which metrics measure",
+                f"changed it in place in `{method}`, expected a copy",
+            )
+            return
 
 
 def _checkpoint(kit: Kit) -> None:
