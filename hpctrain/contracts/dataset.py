@@ -92,7 +92,7 @@ class Samples(Source):
         return [self[index] for index in indices]
 
     def batch(self, indices: Sequence[int]) -> Batch | None:
-        """These samples as default_collate stacks them, where that is faster at once and draws nothing; None: it is not."""
+        """Samples as default_collate stacks them, where that is faster at once and draws nothing; None: it is not."""
         return None
 
     def set_epoch(self, epoch: int) -> None:

@@ -60,7 +60,7 @@ def _model(kit: Kit) -> None:
 
 
 def _target(kit: Kit, plugin: ModelSpec) -> None:
-    """Of the kit's own tokens; a model that takes none isn't asked."""
+    """Give the model the kit's tokens; one that takes none isn't asked."""
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
     batch = {"input_ids": ids, "labels": ids.clone()}
     outputs = None
