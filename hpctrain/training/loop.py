@@ -78,8 +78,9 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     micro_batches = steps.load()
     with position.inside("counting", step):
         # of the global batch on every layout; an accelerator has it in time, and the exchange below tells it
-        terms = sum(micro.terms for micro in micro_batches)
-        divisor = torch.full((), terms, dtype=torch.float64, device=session.device)
+        divisor = torch.full(
+            (), sum(micro.terms for micro in micro_batches), dtype=torch.float64, device=session.device
+        )
         if model.batch_group.size() > 1:
             dist.all_reduce(divisor, group=model.batch_group)
     model.begin_sums(step)

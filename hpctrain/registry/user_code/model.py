@@ -116,8 +116,7 @@ class UserModel(PipelineModel):
         """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor (rows,) as one loss per
         row, and of a dict each value. Raises TrainingError for other shapes: they don't say whether to sum or to average."""
         target = self.target(batch)
-        unversioned = torch.compiler.is_compiling() or target.is_inference()
-        before = None if unversioned else version_of(target)
+        before = None if torch.compiler.is_compiling() or target.is_inference() else version_of(target)
         value = self._loss(outputs, target)
         if before is not None and version_of(target) != before:
             raise TrainingError(

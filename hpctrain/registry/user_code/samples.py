@@ -184,7 +184,10 @@ def _of_tensors(source: Any, indices: Sequence[int]) -> list[Tensor] | None:
     """A batch of a TensorDataset, or of a Subset of one: several times faster than by items."""
     if type(source) is Subset:
         return _of_tensors(source.dataset, [source.indices[index] for index in indices])
-    return [tensor[list(indices)] for tensor in source.tensors] if type(source) is TensorDataset else None
+    if type(source) is not TensorDataset:
+        return None
+    at = torch.tensor(indices)
+    return [tensor[at] for tensor in source.tensors]
 
 
 def weigh_by(reference: str) -> Callable[[Any], Weights]:
