@@ -57,9 +57,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
                         finish_saving(session, excused=False)
     finally:
         steps.close()
-    unevaluated = evaluation_is_due(session) and (
-        progress.evaluation is None or progress.evaluation[0] != progress.step
-    )
+    unevaluated = evaluation_is_due(session) and (progress.evaluation or (-1, {}))[0] != progress.step
     code = EXIT_STOPPED if stops and not progress.ended and (unevaluated or not progress.done) else EXIT_DONE
     result = {
         **steps.result(code),
@@ -78,9 +76,8 @@ def train_step(steps: Steps) -> tuple[int, Update]:
     micro_batches = steps.load()
     with position.inside("counting", step):
         # of the global batch on every layout; an accelerator has it in time, and the exchange below tells it
-        divisor = torch.full(
-            (), sum(micro.terms for micro in micro_batches), dtype=torch.float64, device=session.device
-        )
+        terms = sum(micro.terms for micro in micro_batches)
+        divisor = torch.full((), terms, dtype=torch.float64, device=session.device)
         if model.batch_group.size() > 1:
             dist.all_reduce(divisor, group=model.batch_group)
     model.begin_sums(step)

@@ -116,4 +116,5 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
             norms.append(torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1, dtype=dtype).double())
             rest = flat[even:]
         rests.append(rest)
-    return torch.cat([*norms, torch.stack(foreach_norm(rests, 2, torch.float64))]).square().sum()
+    of_rests = torch.stack(foreach_norm(rests, 2, torch.float64))
+    return (torch.cat([*norms, of_rests]) if norms else of_rests).square().sum()
