@@ -141,9 +141,11 @@ class Watched:
                     if self._weighs:
                         memory += _proportional(one.pid)
             self.memory = max(self.memory, memory)
-            if root.status() == psutil.STATUS_ZOMBIE:
-                return
-            time.sleep(_POLL)
+            with suppress(psutil.NoSuchProcess):  # the caller has waited for it meanwhile
+                if root.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(_POLL)
+                    continue
+            return
 
 
 def _proportional(pid: int) -> int:
