@@ -106,8 +106,7 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
         return [mine.tolist()]
     everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
     dist.all_gather_single(everyone, mine[None])
-    rows: list[list[float]] = everyone.tolist()
-    return rows
+    return everyone.tolist()
 
 
 class NamedLosses:

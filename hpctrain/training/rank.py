@@ -75,14 +75,15 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
         raise UsageError(f"{caller}: found {job!r}, expected tables, or what hpctrain.load_job has read from a file")
     with given_objects(tables) as plain:
         raw = RawJob(plain, {}, "job").refuse_values()
-        hook = sys.excepthook
+        hook, frozen = sys.excepthook, gc.get_freeze_count()
         try:
             with exported(plain):
                 yield raw
         finally:
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
-    gc.unfreeze()  # what the steps have frozen
+    if not frozen:  # but by the steps
+        gc.unfreeze()
     gc.collect()
 
 

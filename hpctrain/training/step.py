@@ -75,8 +75,6 @@ class Steps:
 
     def begin(self) -> None:
         """Begin to load, and to measure."""
-        gc.collect()
-        gc.freeze()  # else a collection of all that was imported, 0.1 s, falls into a step, of each rank into another one
         self.session.meters.clock.restart()
         self.session.hooks.position.entered = self.session.meters.clock.enter
         self._load_from_here()
@@ -159,6 +157,9 @@ class Steps:
         session, progress = self.session, self.session.progress
         progress.advance(self._samples_seen)  # hooks and the row see the step as done
         progress.loss = update.figures.loss
+        if progress.step == progress.first_step + 10 and not gc.get_freeze_count():  # a shorter run does without
+            gc.collect()
+            gc.freeze()  # else a collection of all that was imported, 0.1 s, falls into a step, of each rank into another one
         self.row, remark = self._row(ranks, update, count, named, others)
         taken = [name for name in logged if name in self.row]
         if taken:

@@ -70,9 +70,7 @@ class Meters:
     def row(self, ranks: Sequence[RankFigures[float]], seconds: float) -> dict[str, Any]:
         """The measurements of a step that took so many seconds, by their keys, None where there is no value."""
         times = [one.times for one in ranks]
-        slow = None
-        if self._stragglers is not None:
-            slow = self._stragglers.see([one.own_times for one in ranks], times, seconds)
+        slow = self._stragglers and self._stragglers.see([one.own_times for one in ranks], times, seconds)
         flops = sum(one.operations for one in ranks) / seconds
         return {
             "seconds": dict(zip(PARTS, map(fmean, zip(*times, strict=True)), strict=True)),
