@@ -81,9 +81,9 @@ def job_of_python(job: Job | Mapping[str, Any], caller: str) -> Iterator[RawJob]
                 yield raw
         finally:
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
+            if not frozen:  # but by the steps
+                gc.unfreeze()
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
-    if not frozen:  # but by the steps
-        gc.unfreeze()
     gc.collect()
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,12 @@ def test_groups_and_a_scheduler_of_torch() -> None:
     assert [row["lr"] for row in rows()] == pytest.approx([0.1 / (step + 1) for step in range(5)])
 
 
-def test_objects_of_before_are_collected_again_once_the_loop_is_over() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_objects_of_before_are_collected_again_once_the_loop_is_over(fails: bool) -> None:
     """In between they are no work for the collector, which would stop each rank in another step."""
     gc.unfreeze()  # a program that has frozen its own objects keeps them so
     frozen = []
-    with looping(steps=12) as loop:
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), looping(steps=12) as loop:
         net = make_net()
         model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters()))
         for step in loop.steps():
@@ -135,7 +136,9 @@ def test_objects_of_before_are_collected_again_once_the_loop_is_over() -> None:
             for x, y in step:
                 loop.backward(mse_loss(model(x), y))
             optimizer.step()
-    assert gc.get_freeze_count() == 0 and frozen == [False] * 10 + [True] * 2
+            if fails and len(frozen) == 11:
+                _ = 1 / 0
+    assert gc.get_freeze_count() == 0 and frozen[:11] == [False] * 10 + [True]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
