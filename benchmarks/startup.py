@@ -130,7 +130,7 @@ class Watched:
     def _watch(self, root: psutil.Process) -> None:
         while True:
             try:
-                family = [root, *root.children(recursive=True)]
+                family, is_over = [root, *root.children(recursive=True)], root.status() == psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return
             memory = 0
@@ -141,11 +141,9 @@ class Watched:
                     if self._weighs:
                         memory += _proportional(one.pid)
             self.memory = max(self.memory, memory)
-            with suppress(psutil.NoSuchProcess):  # the caller has waited for it meanwhile
-                if root.status() != psutil.STATUS_ZOMBIE:
-                    time.sleep(_POLL)
-                    continue
-            return
+            if is_over:
+                return
+            time.sleep(_POLL)
 
 
 def _proportional(pid: int) -> int:

@@ -127,8 +127,8 @@ class Batches:
         return items
 
     def _samples_at(self, places: Sequence[Drawn]) -> list[Any]:
-        samples, ends = [], {self._epoch_at(place) for place in (*places[:1], *places[-1:])}  # to ask each takes longer
-        for epoch, group in [(ends.pop(), iter(places))] if len(ends) == 1 else groupby(places, self._epoch_at):
+        samples = []
+        for epoch, group in groupby(places, self._epoch_at):
             if epoch not in (None, self._epoch):  # a batch may hold the end of one epoch and the begin of the next
                 self._begin(epoch)
             samples += self._of_epoch(list(group))

@@ -18,7 +18,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
 
 # elements that are added in their own dtype before float64 takes over: whole tensors in float32 on a CPU have errors of 1e-4 of
-# the norm, and layouts differ by as much; and those of a tensor up to which all in float64, ten times slower, takes no longer
+# the norm, and layouts differ by as much. Float64 alone takes ten times as long, but for tensors with as few elements as _SMALL.
 _CHUNK, _SMALL = 4096, 16384
 
 

@@ -141,7 +141,7 @@ class SumsOverAll(_Zero0):
             bucket.finish = dist.all_reduce(bucket.fill_all(), async_op=True).wait
 
 
-@planted("parallelism", "size", "forwards draw other numbers in each step|called different operations", 2)
+@planted("parallelism", "size", "tensor = 2 within, .* called different operations", 2)
 class SeedsByRank(_Axis):
     traits = AxisTraits("zp", 45, "parts of samples")
 

@@ -72,20 +72,19 @@ class Selective(ActivationCheckpointing):
 
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks = blocks_of(module, spec, self.name)
-        kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
-        selecting = partial(_selecting, kept, self.options.keep_every)
+        choice = {getattr(torch.ops.aten, name) for name in self.options.keep}, self.options.keep_every
         for block in blocks:
             # replaces the bound method instead of wrapping the module, so parameter names do not change
-            block.forward = partial(_recomputed, selecting, BlockBuffers(block).contexts, block.forward)
+            block.forward = partial(_recomputed, choice, BlockBuffers(block).contexts, block.forward)
 
 
 def _recomputed(
-    selecting: partial[Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
+    choice: tuple[set[Any], int], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
     # a frame of our own: Dynamo skips the frames of torch.utils.checkpoint and everything called from them
-    contexts: Callable[[], Any] = partial(_both, sparing, selecting)
+    contexts: Callable[[], Any] = partial(_both, sparing, partial(_selecting, *choice))
     if torch.compiler.is_compiling():
-        contexts = partial(_strictly_selecting, *selecting.args)
+        contexts = partial(_strictly_selecting, *choice)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
